@@ -1,0 +1,1 @@
+"""The implementations, one folder each; imported as kvhal.backends.<name>."""
