@@ -19,11 +19,22 @@ BF16_MAX_FINITE = 0x7F7F  #: what +-Inf is quantised as; a larger magnitude is I
 BF16_INF = 0x7F80
 BF16_NAN = 0x7FFF  #: the one NaN that a rounding to bf16 writes (NVIDIA's cvt.rn.bf16.f32 gives it for free)
 
+# fp32 bit patterns
+FP32_MANTISSA_BITS = 23
+FP32_BIAS = 127
+FP32_MAGNITUDE = 0x7FFFFFFF
+FP32_INF = 0x7F800000  #: a larger magnitude is NaN
+BF16_SHIFT = 16  #: a bf16 is the upper half of an fp32
+BF16_MANTISSA_BITS = 7
+
 # e4m3fn and e2m1fn
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 E2M1_MAX = 6.0
 UE8M0_NAN = 0xFF
+MINIFLOAT_BITS: dict[str, tuple[int, int]] = {"e4m3": (8, 3), "e2m1": (4, 1)}  #: all bits, and those of the mantissa
+MINIFLOAT_BIAS: dict[str, int] = {"e4m3": 7, "e2m1": 1}
+MINIFLOAT_MAX_CODE: dict[str, int] = {"e4m3": 0x7E, "e2m1": 0x7}  #: the largest finite value
 
 # ue8m0 scale byte of a bf16 amax with exponent E and mantissa M: max(floor, E - shift + (M > mantissa)).
 # It equals ceil(log2(max(amax, 1e-4 or 6*2^-126) / qmax)) + 127, since qmax = 1.75*2^8 (M = 96) or 1.5*2^2 (M = 64).

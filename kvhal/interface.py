@@ -134,9 +134,13 @@ Launcher = Callable[..., None]
 # INDEX_CAT         launch(left, right, base, out)
 #                   left int32 rows [r, wl]; right int32 rows [r, wr]; base int added to right's entries >= 0, negative ones
 #                   become -1; out int32 rows [r, wl + wr]. base and sums fit int32 (checked by wrap-around: never happens)
-# EXPAND_SWA_INDEX  launch(pivots, out)          pivots int32 contiguous [n, 4]; out int32 rows [n, width]
+# EXPAND_SWA_INDEX  launch(pivots, out)
+#                   pivots int32 contiguous [n, 4]; out int32 rows [n, width]. A negative length counts as 0: with
+#                   l1 = max(len1, 0), column c is offset1 + c where c < l1, else offset2 + (c - l1) where c - l1 < len2, else -1
 # DECODE_SWA_INDEX  launch(offset_len, swa_block_size, out)
-#                   offset_len int32 contiguous [n, 2]; out int32 rows [n, window_size]; start_slot < 0 gives a row of -1
+#                   offset_len int32 contiguous [n, 2]; out int32 rows [n, window_size]; start_slot < 0 gives a row of -1.
+#                   Column j < valid_length is start - start % bs + (start % bs + j) % bs, computed in 64 bits
+# Integer results that do not fit int32 (hostile metadata only) keep their low 32 bits, on every backend.
 # FUSED_STORE       launch(kv, norm, rope, hadamard, cache, slots, back)
 #                   kv bf16|fp32 rows [n, elements]; norm NormArgs|None (weight contiguous [elements] bf16|fp32);
 #                   rope RopeArgs|None (positions int32|int64 contiguous [n]; cos_sin_cache fp32 rows [max_position, rope_dim];
@@ -168,7 +172,9 @@ class Backend:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
-            raise ValueError(f"backend name has {self.name!r}, needs an identifier: it is a folder, a config value and a test id")
+            raise ValueError(
+                f"backend name has {self.name!r}, needs an identifier: it is a folder, a config value and a test id"
+            )
         for op, target in self.binders.items():
             if not isinstance(op, Op) or target.count(":") != 1:
                 raise ValueError(f"backend {self.name}: binders has {op!r}: {target!r}, needs Op: 'module:function'")
@@ -262,7 +268,14 @@ class CastArgs:
 
 @dataclass(frozen=True, eq=False)
 class KVCacheOutArgs:
-    """Where a fused store writes: a paged cache, and one slot a token (see `store_kv_cache`)."""
+    """Where a fused store writes: a paged cache, and one slot a token (see `store_kv_cache`).
+
+    Args:
+        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``.
+        slot_mapping: int32 or int64 ``[n]``.
+        layout: the cache's format; None infers a built-in one.
+    """
 
     kv_cache: Any
     slot_mapping: Any
+    layout: KVCacheFormat | None = None

@@ -127,7 +127,9 @@ def split_kv_cache(cache: torch.Tensor, layout: KVCacheFormat) -> tuple[torch.Te
     if layout.sf_format == "fp32":
         return data, _fp32_scales(cache, geometry)
     sf = cache.as_strided(
-        (num_blocks, block_size, layout.sf_bytes), (geometry.block_stride, geometry.sf_token_stride, 1), base + geometry.sf_offset
+        (num_blocks, block_size, layout.sf_bytes),
+        (geometry.block_stride, geometry.sf_token_stride, 1),
+        base + geometry.sf_offset,
     )
     return data, sf.view(SF_DTYPES[str(layout.sf_format)])
 
@@ -212,7 +214,7 @@ def _geometry(
         raise ValueError(f"kv_cache: has shape {tuple(shape)}, needs [num_blocks, block_size, 1, record]")
     if shape[1] < 1:
         raise ValueError(f"kv_cache: has block_size {shape[1]}, needs >= 1")
-    layout = _infer(dtype, shape[3], sf_format) if layout is None else layout
+    layout = infer_layout(dtype, shape[3], sf_format) if layout is None else layout
     _check_layout(dtype, shape[3], layout, sf_format)
     item = 2 if layout.quantized_dtype is None else 1
     needed = layout.bytes_per_token // item
@@ -242,7 +244,8 @@ def _check_layout(dtype: torch.dtype, width: int, layout: KVCacheFormat, sf_form
         )
 
 
-def _infer(dtype: torch.dtype, width: int, sf_format: ScaleFormat | None) -> KVCacheFormat:
+def infer_layout(dtype: torch.dtype, width: int, sf_format: ScaleFormat | None = None) -> KVCacheFormat:
+    """The one built-in format of a dtype and record width; `resolve_kv_cache_layout` without a tensor to check."""
     candidates = [
         layout
         for layout in (*SUPPORTED_KV_CACHE_FORMATS, BF16_FORMAT)

@@ -1,0 +1,1 @@
+"""The Ascend backend, written in TileLang's Ascend dialect."""

@@ -1,0 +1,231 @@
+"""Configuration: context, call, environment and TOML, in this order of precedence, merged into a Policy."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvhal.dispatcher import Policy
+from kvhal.errors import ConfigError
+from kvhal.interface import Op
+from kvhal.registry import backends
+
+ENV_CONFIG, ENV_BACKEND, ENV_STRICT = "KVHAL_CONFIG", "KVHAL_BACKEND", "KVHAL_STRICT"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one source of configuration sets; None and () leave a setting to the sources below."""
+
+    source: str
+    backend: str | None = None
+    ops: tuple[tuple[Op, str], ...] = ()
+    preference: tuple[str, ...] | None = None
+    strict: bool | None = None
+    simulate: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """The policy in force and the launchers bound under it. One object a configuration: a change means another object."""
+
+    policy: Policy
+    table: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Override:
+    """A stack of `use_backend` layers, outermost first; interned, so that entering the same context again reuses its Scope."""
+
+    layers: tuple[Layer, ...] = ()
+
+
+_NO_OVERRIDE = _Override()
+_override: ContextVar[_Override] = ContextVar("kvhal_override", default=_NO_OVERRIDE)
+_configured: tuple[Layer, ...] = ()
+_scopes: dict[Any, Scope] = {}
+
+
+def current() -> Scope:
+    """The scope that the next call uses; a few dictionary look-ups when nothing has changed."""
+    environment = os.environ
+    path = environment.get(ENV_CONFIG)
+    key = (
+        _override.get(),
+        id(_configured),
+        environment.get(ENV_BACKEND),
+        environment.get(ENV_STRICT),
+        None if path is None else (path, _stamp(path)),
+    )
+    scope = _scopes.get(key)
+    if scope is None:
+        scope = _scopes[key] = Scope(merge(_layers(*key[2:])))
+    return scope
+
+
+def current_policy() -> Policy:
+    """The policy that the next call uses."""
+    return current().policy
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _layers(backend: str | None, strict: str | None, config: tuple[str, Any] | None) -> list[Layer]:
+    layers = [*reversed(_override.get().layers), *_configured, environment_layer(backend, strict)]
+    return layers + ([file_layer(Path(config[0]), ENV_CONFIG)] if config else [])
+
+
+def merge(layers: Iterable[Layer]) -> Policy:
+    """One policy out of layers, highest precedence first.
+
+    A layer's own operation beats its global backend; any statement of a higher layer beats every statement of a lower one.
+    """
+    layers = list(layers)
+    forced = []
+    for op in Op:
+        for layer in layers:
+            name = dict(layer.ops).get(op, layer.backend)
+            if name:
+                forced.append((op, name, layer.source))
+                break
+
+    def first(setting: str, default: Any) -> Any:
+        return next((value for layer in layers if (value := getattr(layer, setting)) is not None), default)
+
+    return Policy(tuple(forced), first("preference", None), first("strict", False), first("simulate", False))
+
+
+def make_layer(
+    source: str,
+    backend: str | None = None,
+    ops: Mapping[str, str] | None = None,
+    preference: Iterable[str] | None = None,
+    strict: bool | None = None,
+    simulate: bool | None = None,
+) -> Layer:
+    """A checked layer.
+
+    Raises:
+        ConfigError: an unknown backend or operation; the message lists the known ones.
+    """
+    pairs = tuple((check_op(source, op), check_name(source, name)) for op, name in (ops or {}).items())
+    order = None if preference is None else tuple(check_name(source, name) for name in preference)
+    return Layer(source, None if backend is None else check_name(source, backend), pairs, order, strict, simulate)
+
+
+def check_name(source: str, name: str) -> str:
+    known = backends()
+    if name not in known:
+        raise ConfigError(f"{source}: backend has {name!r}, needs one of {', '.join(known)}")
+    return name
+
+
+def check_op(source: str, op: str) -> Op:
+    try:
+        return Op(op)
+    except ValueError:
+        raise ConfigError(f"{source}: operation has {op!r}, needs one of {', '.join(Op)}") from None
+
+
+@contextmanager
+def use_backend(name: str, ops: Iterable[str] | None = None, simulate: bool = False) -> Iterator[None]:
+    """Forces a backend for the calls inside, in this thread or task only; nests, the innermost wins.
+
+    Args:
+        name: the backend.
+        ops: operation names it is forced for; None for all of them.
+        simulate: let `ascend_tilelang` serve CPU tensors through its functional simulator.
+
+    Raises:
+        ConfigError: unknown backend or operation.
+    """
+    forced = None if ops is None else dict.fromkeys(ops, name)
+    layer = make_layer(
+        "use_backend", check_name("use_backend", name) if forced is None else None, forced, simulate=simulate or None
+    )
+    token = _override.set(_push(_override.get(), layer))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@lru_cache(maxsize=1024)
+def _push(override: _Override, layer: Layer) -> _Override:
+    return _Override((*override.layers, layer))
+
+
+def configure(
+    *,
+    backend: str | None = None,
+    ops: Mapping[str, str] | None = None,
+    preference: Iterable[str] | None = None,
+    strict: bool | None = None,
+    simulate: bool | None = None,
+    path: str | Path | None = None,
+) -> None:
+    """Replaces the process-wide settings; effective on the next call. Without arguments it clears them.
+
+    Args:
+        backend: forced for every operation.
+        ops: operation name -> backend, forced for these.
+        preference: the only backends to consider, in this order.
+        strict: check metadata values before every launch.
+        simulate: functional simulators may serve CPU tensors.
+        path: a TOML file whose settings stand where no argument does.
+
+    Raises:
+        ConfigError: unknown backend, operation or key, or an unreadable file.
+    """
+    global _configured
+    layer = make_layer("configure", backend, ops, preference, strict, simulate)
+    _configured = (layer,) if path is None else (layer, file_layer(Path(path), "configure"))
+    _scopes.clear()
+
+
+def environment_layer(backend: str | None, strict: str | None) -> Layer:
+    """The layer of KVHAL_BACKEND and KVHAL_STRICT; empty values count as unset."""
+    flags = {"1": True, "true": True, "0": False, "false": False}
+    if strict and strict.lower() not in flags:
+        raise ConfigError(f"{ENV_STRICT}: has {strict!r}, needs 1, true, 0 or false")
+    return make_layer(ENV_BACKEND, backend or None, strict=flags[strict.lower()] if strict else None)
+
+
+def file_layer(path: Path, named_by: str) -> Layer:
+    """The layer of a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, is no TOML, or has an unknown key, a wrong type or an unknown name.
+    """
+    from kvhal.config_file import read  # pydantic is imported only where a file is read
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{named_by}: cannot read {path}: {error.strerror}") from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+    settings = read(document, str(path))
+    return make_layer(
+        str(path),
+        settings.backends.force,
+        settings.backends.ops,
+        settings.backends.preference,
+        settings.strict,
+        settings.ascend.simulate,
+    )

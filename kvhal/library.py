@@ -1,0 +1,208 @@
+"""The operations as torch.library operators (``torch.ops.kvhal.*``): what torch.compile sees.
+
+Every operator writes into tensors that it is given and returns nothing; results are allocated before it, while tracing too.
+A format travels as text, "" where it is inferred. The operators call the public functions, which validate; eager calls of the
+public functions never come here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvhal.formats import KVCacheFormat, ScaleFormat, format_from_text, format_to_text
+from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
+from kvhal.layout import infer_layout
+from kvhal.ops import cache as eager
+from kvhal.ops import fused as eager_fused
+from kvhal.ops import index as eager_index
+from kvhal.ops.cache import KVCacheTensors, new_load_output
+
+
+def _text(layout: KVCacheFormat | None) -> str:
+    return "" if layout is None else format_to_text(layout)
+
+
+def _layout(text: str) -> KVCacheFormat | None:
+    return format_from_text(text) if text else None
+
+
+@torch.library.custom_op("kvhal::store_kv_cache", mutates_args=("kv_cache",))
+def _store(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str) -> None:
+    eager.store_kv_cache(kv, kv_cache, slot_mapping, layout=_layout(layout))
+
+
+@torch.library.custom_op("kvhal::load_paged_kv_cache", mutates_args=("out", "out_sf"))
+def _load(
+    kv_cache: torch.Tensor,
+    load_segments: torch.Tensor,
+    total_k: int,
+    out: torch.Tensor,
+    out_sf: torch.Tensor | None,
+    layout: str,
+) -> None:
+    eager.load_paged_kv_cache(kv_cache, load_segments, total_k, KVCacheTensors(out, out_sf), layout=_layout(layout))
+
+
+@torch.library.custom_op("kvhal::load_kv_slots", mutates_args=("out",))
+def _load_slots(kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, layout: str) -> None:
+    eager.load_kv_slots(kv_cache, slots, out, layout=_layout(layout))
+
+
+@torch.library.custom_op("kvhal::convert_kv_index", mutates_args=("topk_idxs",))
+def _convert(topk_idxs: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int) -> None:
+    eager_index.convert_kv_index(topk_idxs, block_tables, context_lens, block_size)
+
+
+@torch.library.custom_op("kvhal::kv_index_cat", mutates_args=("out",))
+def _cat(left: torch.Tensor, right: torch.Tensor, swa_cached: int, swa_cur: int, out: torch.Tensor) -> None:
+    eager_index.kv_index_cat(left, right, swa_cached, swa_cur, out)
+
+
+@torch.library.custom_op("kvhal::expand_swa_index", mutates_args=("out",))
+def _expand(pivots: torch.Tensor, out: torch.Tensor) -> None:
+    eager_index.expand_swa_index(pivots, out.shape[1], out)
+
+
+@torch.library.custom_op("kvhal::get_kv_swa_index_decode", mutates_args=("out",))
+def _decode(offset_len: torch.Tensor, swa_block_size: int, out: torch.Tensor) -> None:
+    eager_index.get_kv_swa_index_decode(offset_len, out.shape[1], swa_block_size, out)
+
+
+@torch.library.custom_op("kvhal::fused_norm_rope_hadamard_cast_store_kvcache", mutates_args=("kv_cache", "back"))
+def _fused(
+    kv: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    rope: list[int],
+    hadamard: bool,
+    cast: str,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    layout: str,
+    back: torch.Tensor | None,
+) -> None:
+    fmt, num_per_channels, round_sf, sf_format = cast.split(",")
+    result = eager_fused.fused_norm_rope_hadamard_cast_store_kvcache(
+        kv,
+        norm_args=None if weight is None else NormArgs(weight, eps),
+        rope_args=None if positions is None else RopeArgs(positions, cos_sin_cache, rope[0], bool(rope[1]), rope[2]),
+        hadamard_args=HadamardArgs() if hadamard else None,
+        cast_args=CastArgs(
+            fmt or None, int(num_per_channels), round_sf == "True", sf_format or None, cast_back=back is not None
+        ),
+        out_args=None if kv_cache is None else KVCacheOutArgs(kv_cache, slot_mapping, _layout(layout)),
+    )
+    if back is not None and result is not None:
+        back.copy_(result)
+
+
+@_store.register_fake
+@_load.register_fake
+@_load_slots.register_fake
+@_convert.register_fake
+@_cat.register_fake
+@_expand.register_fake
+@_decode.register_fake
+@_fused.register_fake
+def _writes_only(*_: object) -> None:
+    """Results are arguments: there is nothing to shape."""
+
+
+# What the public functions do while compiling: allocate, then call the operator.
+
+
+def store_kv_cache(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layout: KVCacheFormat | None) -> None:
+    torch.ops.kvhal.store_kv_cache(kv, kv_cache, slot_mapping, _text(layout))
+
+
+def load_paged_kv_cache(
+    kv_cache: torch.Tensor,
+    load_segments: torch.Tensor,
+    total_k: int,
+    out: torch.Tensor | KVCacheTensors | None,
+    layout: KVCacheFormat | None,
+    sf_format: ScaleFormat | None,
+) -> KVCacheTensors:
+    layout = layout or infer_layout(kv_cache.dtype, kv_cache.shape[-1], sf_format)
+    if out is None:
+        out = new_load_output(layout, total_k, kv_cache.device)
+    result = KVCacheTensors(out, None) if isinstance(out, torch.Tensor) else out
+    torch.ops.kvhal.load_paged_kv_cache(kv_cache, load_segments, total_k, result.kv, result.sf, _text(layout))
+    return result
+
+
+def load_kv_slots(
+    kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None, layout: KVCacheFormat | None
+) -> torch.Tensor:
+    layout = layout or infer_layout(kv_cache.dtype, kv_cache.shape[-1])
+    if out is None:
+        out = torch.empty((*slots.shape, layout.elements), dtype=torch.bfloat16, device=kv_cache.device)
+    torch.ops.kvhal.load_kv_slots(kv_cache, slots, out, _text(layout))
+    return out
+
+
+def convert_kv_index(
+    topk_idxs: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    torch.ops.kvhal.convert_kv_index(topk_idxs, block_tables, context_lens, block_size)
+    return topk_idxs
+
+
+def _int32(out: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((rows, columns), dtype=torch.int32, device=device) if out is None else out
+
+
+def kv_index_cat(
+    left: torch.Tensor, right: torch.Tensor, swa_cached: int, swa_cur: int, out: torch.Tensor | None
+) -> torch.Tensor:
+    out = _int32(out, left.shape[0], left.shape[1] + right.shape[1], left.device)
+    torch.ops.kvhal.kv_index_cat(left, right, swa_cached, swa_cur, out)
+    return out
+
+
+def expand_swa_index(pivots: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
+    out = _int32(out, pivots.shape[0], width, pivots.device)
+    torch.ops.kvhal.expand_swa_index(pivots, out)
+    return out
+
+
+def get_kv_swa_index_decode(
+    offset_len: torch.Tensor, window_size: int, swa_block_size: int, out: torch.Tensor | None
+) -> torch.Tensor:
+    out = _int32(out, offset_len.shape[0], window_size, offset_len.device)
+    torch.ops.kvhal.get_kv_swa_index_decode(offset_len, swa_block_size, out)
+    return out
+
+
+def fused_store(
+    kv: torch.Tensor,
+    norm: NormArgs | None,
+    rope: RopeArgs | None,
+    hadamard: HadamardArgs | None,
+    cast: CastArgs,
+    out: KVCacheOutArgs | None,
+) -> torch.Tensor | None:
+    elements = kv.shape[1:].numel()
+    back = torch.empty((kv.shape[0], elements), dtype=torch.bfloat16, device=kv.device) if cast.cast_back else None
+    rope_facts = [] if rope is None else [rope.rope_dim, int(rope.is_neox_style), _rope_offset(rope, elements)]
+    torch.ops.kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
+        kv,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        None if rope is None else rope.positions,
+        None if rope is None else rope.cos_sin_cache,
+        rope_facts,
+        hadamard is not None,
+        f"{cast.fmt or ''},{cast.num_per_channels},{cast.round_sf},{cast.sf_format or ''}",
+        None if out is None else out.kv_cache,
+        None if out is None else out.slot_mapping,
+        _text(None if out is None else out.layout),
+        back,
+    )
+    return back
+
+
+def _rope_offset(rope: RopeArgs, elements: int) -> int:
+    return elements - rope.rope_dim if rope.offset is None else rope.offset

@@ -1,0 +1,97 @@
+"""Argument checks of the public operations: what a tensor has, what it needs, and a way out. Nothing is written before them."""
+
+from __future__ import annotations
+
+import operator
+from typing import NoReturn, SupportsIndex
+
+import torch
+
+SLOT_DTYPES = (torch.int32, torch.int64)
+INT32_MAX = 2**31 - 1
+
+
+def reject(name: str, have: object, need: str, hint: str = "") -> NoReturn:
+    """Raises the ValueError of a bad argument."""
+    raise ValueError(f"{name}: has {have}, needs {need}" + (f"; {hint}" if hint else ""))
+
+
+def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], rank: int | None = None) -> torch.Tensor:
+    """A tensor of one of `dtypes` and, where given, of `rank`.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: wrong dtype or rank.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: has a {type(tensor).__name__}, needs a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        reject(name, f"dtype {tensor.dtype}", " or ".join(map(str, dtypes)))
+    if rank is not None and tensor.dim() != rank:
+        reject(name, f"shape {tuple(tensor.shape)}", f"{rank} dimensions")
+    return tensor
+
+
+def check_same_device(device: torch.device, name: str, **tensors: torch.Tensor | None) -> None:
+    """Every tensor lies on `device`, where the tensor called `name` lies."""
+    for other, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            reject(other, f"device {tensor.device}", f"{device}, where {name} is", f"move it with {other}.to({str(device)!r})")
+
+
+def check_int(name: str, value: SupportsIndex, low: int, high: int = INT32_MAX) -> int:
+    """An int in [low, high]; numpy integers are welcome, bools and floats are not.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: out of range.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: has {value!r}, needs an int")
+    number = operator.index(value)
+    if not low <= number <= high:
+        reject(name, number, f"{low} <= {name} <= {high}")
+    return number
+
+
+def record_rows(name: str, tensor: torch.Tensor, elements: int, rows: int | None = None) -> torch.Tensor:
+    """``[n, ...]`` seen as ``[n, elements]`` without a copy; the row stride is free, a record is contiguous.
+
+    Raises:
+        ValueError: the trailing dimensions are not one record, or `rows` differs from n.
+    """
+    if tensor.dim() < 2:
+        reject(name, f"shape {tuple(tensor.shape)}", f"[n, {elements}] or [n, ..., {elements} elements in all]")
+    width = tensor.shape[1:].numel()
+    if width != elements:
+        reject(name, f"shape {tuple(tensor.shape)}: {width} elements a record", f"{elements} elements a record")
+    if rows is not None and tensor.shape[0] != rows:
+        reject(name, f"{tensor.shape[0]} rows", f"{rows}, one a token")
+    if tensor.dim() == 2 and (tensor.stride(1) == 1 or elements == 1 or tensor.shape[0] == 0):
+        return tensor
+    try:
+        flat = tensor.view(tensor.shape[0], elements)
+    except RuntimeError:
+        flat = None
+    if flat is None or (flat.stride(1) != 1 and elements != 1 and tensor.shape[0] != 0):
+        reject(name, f"strides {tensor.stride()}", "each record contiguous", f"pass {name}.contiguous()")
+    return flat
+
+
+def check_rows(name: str, tensor: torch.Tensor, columns: int | None = None) -> None:
+    """A 2-d tensor with contiguous rows and, where given, `columns` columns."""
+    if columns is not None and tensor.shape[1] != columns:
+        reject(name, f"shape {tuple(tensor.shape)}", f"{columns} columns")
+    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+        reject(name, f"strides {tensor.stride()}", "contiguous rows (last stride 1)", f"pass {name}.contiguous()")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        reject(name, f"strides {tensor.stride()}", "a contiguous tensor", f"pass {name}.contiguous()")
+
+
+def check_writable_rows(name: str, tensor: torch.Tensor) -> None:
+    """Rows of an output do not overlap."""
+    if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[-1]:
+        reject(name, f"strides {tensor.stride()}", "rows that do not overlap", "pass a tensor that was not expanded")
