@@ -1,9 +1,8 @@
-"""The exact numbers, executable: codecs and the fused stages in torch integer and single fp32 operations.
+"""The codecs as executable specification: the exact numbers of docs/numerics.md in torch operations.
 
-This is docs/numerics.md as code. It uses no float8 cast and no operation whose rounding depends on the device: integers on
-bit patterns, and fp32 additions, multiplications, divisions and square roots, each rounded to nearest even on its own. Scalar
-divisors are made tensors, because torch's CUDA kernels multiply by the reciprocal of a scalar one. Nothing here reads a
-tensor's value on the host.
+No float8 cast and no operation whose rounding depends on the device: integers on bit patterns, and fp32 additions,
+multiplications and divisions, each rounded to nearest even on its own. Scalar divisors are made tensors, because
+torch's CUDA kernels multiply by the reciprocal of a scalar one. Nothing here reads a tensor's value on the host.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from kvhal.formats import (
     QuantizedDtype,
 )
 
-#: elements worked on at a time, to bound the temporaries (a dozen int32 tensors of this size): small ones stay in a CPU's
-#: cache and its allocator's pool, while a device wants few launches
+#: elements worked on at a time, to bound the temporaries (a dozen int32 tensors of this size): small ones stay in a
+#: CPU's cache and its allocator's pool, while a device wants few launches
 _CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
 
@@ -208,8 +207,8 @@ def encode_e2m1(value: Tensor) -> Tensor:
 
 
 def _encode(value: Tensor, dtype: QuantizedDtype) -> Tensor:
-    """Codes of a small float. Rounding happens in the integer bits where the code is normal; where it is subnormal, by adding
-    the power of two whose unit in the last place is the code's step. No subnormal fp32 decides anything."""
+    """Codes of a small float. Where the code is normal, its bits are rounded as an integer; where it is subnormal, by
+    adding the power of two whose unit in the last place is the code's step. No subnormal fp32 decides anything."""
     width, mantissa = MINIFLOAT_BITS[dtype]
     bias, shift = MINIFLOAT_BIAS[dtype], FP32_MANTISSA_BITS - mantissa
     rebias = (FP32_BIAS - bias) << mantissa
@@ -218,7 +217,8 @@ def _encode(value: Tensor, dtype: QuantizedDtype) -> Tensor:
     half_even = ((magnitude >> shift) & 1).add_((1 << (shift - 1)) - 1)
     normal = half_even.add_(magnitude).bitwise_right_shift_(shift).sub_(rebias)
     anchor = shift + 1 - bias
-    subnormal = (magnitude.view(torch.float32) + 2.0**anchor).view(torch.int32).sub_((anchor + FP32_BIAS) << FP32_MANTISSA_BITS)
+    anchored = (magnitude.view(torch.float32) + 2.0**anchor).view(torch.int32)
+    subnormal = anchored.sub_((anchor + FP32_BIAS) << FP32_MANTISSA_BITS)
     code = torch.where(magnitude < (1 << FP32_MANTISSA_BITS) + (rebias << shift), subnormal, normal)
     return code.bitwise_or_((bits >> (32 - width)) & (1 << (width - 1))).to(torch.uint8)
 
@@ -260,80 +260,3 @@ def round_bf16(value: Tensor) -> Tensor:
 def widen(x: Tensor) -> Tensor:
     """fp32 of bf16 or fp32, exact."""
     return _widen(x.view(torch.int16)) if x.dtype == torch.bfloat16 else x.to(torch.float32)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``(x * (1 / sqrt(mean(x^2) + eps))) * weight`` with the sum taken as a tree over adjacent pairs.
-
-    Args:
-        x: fp32 ``[n, elements]``.
-        weight: bf16 or fp32 ``[elements]``.
-        eps: rounded to fp32.
-
-    Returns:
-        fp32 ``[n, elements]``.
-    """
-    n, elements = x.shape
-    padded = 1 << (elements - 1).bit_length()
-    total = x.new_zeros((n, padded))
-    total[:, :elements] = x * x
-    while total.shape[1] > 1:
-        total = total[:, 0::2] + total[:, 1::2]
-    mean = total / torch.full_like(total, float(elements))
-    root = (mean + torch.full_like(mean, eps)).sqrt()
-    return (x * (torch.ones_like(root) / root)) * widen(weight)
-
-
-def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, rope_dim: int, is_neox_style: bool, offset: int | None) -> Tensor:
-    """Rotates ``rope_dim`` elements of each row from ``offset`` on (None: the last ones); see `kvhal.interface.RopeArgs`.
-
-    Args:
-        x: fp32 ``[n, elements]``.
-        positions: int32 or int64 ``[n]``; one outside the cache reads cos = sin = 0.
-        cos_sin_cache: fp32 ``[max_position, rope_dim]``, cosines first.
-        rope_dim: rotated elements, even.
-        is_neox_style: pairs (i, i + rope_dim / 2) instead of (2i, 2i + 1).
-        offset: first rotated element.
-
-    Returns:
-        fp32 ``[n, elements]``, a new tensor.
-    """
-    half, count = rope_dim // 2, cos_sin_cache.shape[0]
-    begin = x.shape[1] - rope_dim if offset is None else offset
-    valid = ((positions >= 0) & (positions < count)).unsqueeze(1)
-    if count:
-        cos_sin = cos_sin_cache[positions.to(torch.int64).clamp(0, count - 1)].masked_fill(~valid, 0.0)
-    else:
-        cos_sin = x.new_zeros((x.shape[0], rope_dim))
-    cos, sin = cos_sin[:, :half], cos_sin[:, half:]
-    out = x.clone()
-    rotated = out[:, begin : begin + rope_dim]
-    first, second = (rotated[:, :half], rotated[:, half:]) if is_neox_style else (rotated[:, 0::2], rotated[:, 1::2])
-    a, b = first.clone(), second.clone()
-    first.copy_(a * cos - b * sin)
-    second.copy_(b * cos + a * sin)
-    return out
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """Normalised Walsh-Hadamard transform of each row.
-
-    Args:
-        x: fp32 ``[n, elements]``, elements a power of two.
-
-    Returns:
-        fp32 ``[n, elements]``.
-
-    Raises:
-        ValueError: the element count is no power of two.
-    """
-    n, elements = x.shape
-    if elements & (elements - 1):
-        raise ValueError(f"x: has {elements} elements a row, a Hadamard transform needs a power of two")
-    h = 1
-    while h < elements:
-        pairs = x.reshape(n, elements // (2 * h), 2, h)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        x = torch.stack((a + b, a - b), 2).reshape(n, elements)
-        h *= 2
-    return x * elements**-0.5
