@@ -1,6 +1,6 @@
 """kvhal: one interface for quantised paged KV caches on NVIDIA, Ascend and anything that runs Triton or torch."""
 
-from kvhal import library as _library  # registers torch.ops.kvhal.*
+from kvhal import library as _library  # noqa: F401  registers torch.ops.kvhal.*
 from kvhal.binding import explain
 from kvhal.config import configure, use_backend
 from kvhal.errors import (

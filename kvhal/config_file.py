@@ -51,6 +51,6 @@ def read(document: dict[str, Any], path: str) -> ConfigFile:
 def _say(fault: Any) -> str:
     if fault["type"] != "extra_forbidden":
         return f"has {fault['input']!r}, {fault['msg']}"
-    section: type[BaseModel] = {"backends": Backends, "ascend": Ascend}.get(str(fault["loc"][0]), ConfigFile)
-    known: type[BaseModel] = section if len(fault["loc"]) > 1 else ConfigFile
+    sections: dict[str, type[BaseModel]] = {"backends": Backends, "ascend": Ascend}
+    known = sections[str(fault["loc"][0])] if len(fault["loc"]) > 1 else ConfigFile
     return f"unknown key; known here: {', '.join(known.model_fields)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from kvhal.formats import KVCacheFormat
+from kvhal.formats import KVCacheFormat, QuantizedDtype, ScaleFormat
 from kvhal.platform import Platform
 
 
@@ -133,10 +133,11 @@ Launcher = Callable[..., None]
 #                   A block id counts as out of range when it is negative or its slot does not fit int32.
 # INDEX_CAT         launch(left, right, base, out)
 #                   left int32 rows [r, wl]; right int32 rows [r, wr]; base int added to right's entries >= 0, negative ones
-#                   become -1; out int32 rows [r, wl + wr]. base and sums fit int32 (checked by wrap-around: never happens)
+#                   become -1; out int32 rows [r, wl + wr]
 # EXPAND_SWA_INDEX  launch(pivots, out)
 #                   pivots int32 contiguous [n, 4]; out int32 rows [n, width]. A negative length counts as 0: with
-#                   l1 = max(len1, 0), column c is offset1 + c where c < l1, else offset2 + (c - l1) where c - l1 < len2, else -1
+#                   l1 = max(len1, 0), column c is offset1 + c where c < l1, else offset2 + (c - l1) where c - l1 < len2,
+#                   else -1
 # DECODE_SWA_INDEX  launch(offset_len, swa_block_size, out)
 #                   offset_len int32 contiguous [n, 2]; out int32 rows [n, window_size]; start_slot < 0 gives a row of -1.
 #                   Column j < valid_length is start - start % bs + (start % bs + j) % bs, computed in 64 bits
@@ -252,10 +253,10 @@ class CastArgs:
         cast_back: return the dequantised bf16 rows, padding rows too.
     """
 
-    fmt: str | None
+    fmt: QuantizedDtype | None
     num_per_channels: int
     round_sf: bool
-    sf_format: str | None
+    sf_format: ScaleFormat | None
     cast_back: bool = False
 
     @classmethod

@@ -139,8 +139,8 @@ def _fp32_scales(cache: torch.Tensor, geometry: CacheGeometry) -> torch.Tensor:
     steps = (geometry.block_stride, geometry.sf_token_stride, offset)
     if any(step % 4 for step in steps):
         raise ValueError(
-            f"layout {geometry.layout}: fp32 scales lie at byte {geometry.sf_offset} with token stride {geometry.sf_token_stride}, "
-            "needs multiples of 4 for a float32 view; read the record's bytes instead"
+            f"layout {geometry.layout}: fp32 scales lie at byte {geometry.sf_offset} with token stride "
+            f"{geometry.sf_token_stride}, needs multiples of 4 for a float32 view; read the record's bytes instead"
         )
     flat = torch.empty(0, dtype=torch.float32, device=cache.device).set_(cache.untyped_storage())  # type: ignore[call-overload]
     shape = (cache.shape[0], cache.shape[1], geometry.layout.num_scales)
@@ -240,7 +240,8 @@ def _check_layout(dtype: torch.dtype, width: int, layout: KVCacheFormat, sf_form
     )
     if dtype != dtype_needed or width != width_needed:
         raise ValueError(
-            f"kv_cache: has dtype {dtype} and last dimension {width}, needs {dtype_needed} and {width_needed} for layout {layout}"
+            f"kv_cache: has dtype {dtype} and last dimension {width}, needs {dtype_needed} and {width_needed} "
+            f"for layout {layout}"
         )
 
 

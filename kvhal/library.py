@@ -7,9 +7,11 @@ public functions never come here.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
-from kvhal.formats import KVCacheFormat, ScaleFormat, format_from_text, format_to_text
+from kvhal.formats import KVCacheFormat, QuantizedDtype, ScaleFormat, format_from_text, format_to_text
 from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
 from kvhal.layout import infer_layout
 from kvhal.ops import cache as eager
@@ -77,20 +79,26 @@ def _fused(
     cos_sin_cache: torch.Tensor | None,
     rope: list[int],
     hadamard: bool,
-    cast: str,
+    fmt: str | None,
+    num_per_channels: int,
+    round_sf: bool,
+    sf_format: str | None,
     kv_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
     layout: str,
     back: torch.Tensor | None,
 ) -> None:
-    fmt, num_per_channels, round_sf, sf_format = cast.split(",")
     result = eager_fused.fused_norm_rope_hadamard_cast_store_kvcache(
         kv,
         norm_args=None if weight is None else NormArgs(weight, eps),
         rope_args=None if positions is None else RopeArgs(positions, cos_sin_cache, rope[0], bool(rope[1]), rope[2]),
         hadamard_args=HadamardArgs() if hadamard else None,
         cast_args=CastArgs(
-            fmt or None, int(num_per_channels), round_sf == "True", sf_format or None, cast_back=back is not None
+            cast(QuantizedDtype | None, fmt),
+            num_per_channels,
+            round_sf,
+            cast(ScaleFormat | None, sf_format),
+            cast_back=back is not None,
         ),
         out_args=None if kv_cache is None else KVCacheOutArgs(kv_cache, slot_mapping, _layout(layout)),
     )
@@ -181,11 +189,11 @@ def fused_store(
     norm: NormArgs | None,
     rope: RopeArgs | None,
     hadamard: HadamardArgs | None,
-    cast: CastArgs,
+    cast_args: CastArgs,
     out: KVCacheOutArgs | None,
 ) -> torch.Tensor | None:
     elements = kv.shape[1:].numel()
-    back = torch.empty((kv.shape[0], elements), dtype=torch.bfloat16, device=kv.device) if cast.cast_back else None
+    back = torch.empty((kv.shape[0], elements), dtype=torch.bfloat16, device=kv.device) if cast_args.cast_back else None
     rope_facts = [] if rope is None else [rope.rope_dim, int(rope.is_neox_style), _rope_offset(rope, elements)]
     torch.ops.kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
         kv,
@@ -195,7 +203,10 @@ def fused_store(
         None if rope is None else rope.cos_sin_cache,
         rope_facts,
         hadamard is not None,
-        f"{cast.fmt or ''},{cast.num_per_channels},{cast.round_sf},{cast.sf_format or ''}",
+        cast_args.fmt,
+        cast_args.num_per_channels,
+        cast_args.round_sf,
+        cast_args.sf_format,
         None if out is None else out.kv_cache,
         None if out is None else out.slot_mapping,
         _text(None if out is None else out.layout),

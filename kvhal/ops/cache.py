@@ -98,8 +98,8 @@ def load_paged_kv_cache(
         load_segments: int32 ``[s, 4]``, rows ``[src_block, src_begin, src_end, dst_offset]``, half-open in tokens of the block.
             ``src_block == -1``, and any block id that is not in the cache, writes zeros (data and scales).
         total_k: rows of the result.
-        out: where to write, at least total_k rows: bf16 ``[rows, elements]`` or ``[rows, 1, elements]``, a row slice of a larger
-            buffer is welcome; for index layouts a KVCacheTensors. Rows that no segment covers keep their values. None
+        out: where to write, at least total_k rows: bf16 ``[rows, elements]`` or ``[rows, 1, elements]``, a row slice of a
+            larger buffer is welcome; for index layouts a KVCacheTensors. Rows that no segment covers keep their values. None
             allocates; uncovered rows are then uninitialised.
         layout: the cache's format; None infers a built-in one.
         sf_format: tells formats of one width apart (132-byte records).

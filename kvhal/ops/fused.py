@@ -101,7 +101,7 @@ def _layout(kv: torch.Tensor, cast: CastArgs, out: KVCacheOutArgs | None) -> tup
             )
         return _record(cast, kv.shape[1:].numel()), None
     check_tensor("out_args.kv_cache", out.kv_cache, (torch.uint8, torch.bfloat16), rank=4)
-    layout = geometry_of(out.kv_cache, out.layout, None if out.layout else cast.sf_format).layout  # type: ignore[arg-type]
+    layout = geometry_of(out.kv_cache, out.layout, None if out.layout else cast.sf_format).layout
     have = (cast.fmt, cast.num_per_channels, cast.sf_format)
     need = (layout.quantized_dtype, layout.elements_per_sf, layout.sf_format)
     if have != need:
@@ -112,7 +112,7 @@ def _layout(kv: torch.Tensor, cast: CastArgs, out: KVCacheOutArgs | None) -> tup
 def _record(cast: CastArgs, elements: int) -> KVCacheFormat:
     """A record of `elements` as cast_args spells it; its scales follow its data, since no cache says otherwise."""
     if cast.fmt is None:
-        return KVCacheFormat(None, 0, cast.num_per_channels, elements, False, cast.sf_format, "cast_args")  # type: ignore[arg-type]
+        return KVCacheFormat(None, 0, cast.num_per_channels, elements, False, cast.sf_format, "cast_args")
     return KVCacheFormat(
         cast.fmt,
         elements,
@@ -121,7 +121,7 @@ def _record(cast: CastArgs, elements: int) -> KVCacheFormat:
         True,
         cast.sf_format,
         "cast_args",
-        token_interleaved=True,  # type: ignore[arg-type]
+        token_interleaved=True,
     )
 
 

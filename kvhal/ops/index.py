@@ -52,7 +52,7 @@ def convert_kv_index(
     block_size = check_int("block_size", block_size, 1)
     device = topk_idxs.device
     check_same_device(device, "topk_idxs", block_tables=block_tables, context_lens=context_lens)
-    batch, queries, width = topk_idxs.shape
+    batch, queries, _ = topk_idxs.shape
     if block_tables.shape[0] != batch:
         reject("block_tables", f"{block_tables.shape[0]} rows", f"{batch}, one a sequence of topk_idxs")
     if tuple(context_lens.shape) != (batch, queries):
@@ -91,7 +91,8 @@ def kv_index_cat(
 
     Args:
         left: int32 ``[rows, w_left]``, copied as it is; any row stride.
-        right: int32 ``[rows, w_right]``; entries >= 0 are shifted by total_k_swa_cached + total_k_swa_cur, negative ones become -1.
+        right: int32 ``[rows, w_right]``; entries >= 0 are shifted by total_k_swa_cached + total_k_swa_cur, negative ones
+            become -1.
         total_k_swa_cached, total_k_swa_cur: rows of the buffer before the compressed part.
         out: int32 ``[rows, w_left + w_right]``, None allocates.
 
