@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,9 +35,9 @@ def vector(name: str, values: IntVector, length: int | None = None, low: int = 0
     """`values` as int64 [length], each in [low, high]."""
     array = _integers(name, values)
     if array.ndim != 1:
-        raise ValueError(f"{name} has shape {array.shape}, needs one integer per sequence: [b]")
+        raise ValueError(f"{name} has shape {array.shape}, needs one dimension")
     if length is not None and len(array) != length:
-        raise ValueError(f"{name} has {len(array)} entries, needs {length}, one per entry of seqlens_k")
+        raise ValueError(f"{name} has {len(array)} entries, needs {length}: one per entry of seqlens_k")
     if array.size and (array.min() < low or array.max() > high):
         i = int(np.argmax((array < low) | (array > high)))
         raise ValueError(f"{name}[{i}] is {array[i]}, needs {low}..{high}")
@@ -79,27 +79,31 @@ def compressed_block_size(block_size: int, ratio: int) -> int:
     return block_size // ratio
 
 
-def check_table_width(width: int, begins: Ints, ends: Ints, block_size: int, unit: str) -> None:
-    """Every range [begin, end) must lie inside the `width` blocks of its sequence."""
+def check_table_width(name: str, width: int, begins: Ints, ends: Ints, block_size: int, ratio: int = 1) -> None:
+    """Every range [begin, end) must lie inside the `width` blocks of its sequence, all counted in tokens of `ratio`."""
+    unit = "tokens" if ratio == 1 else "compressed tokens"
     short = (ends > begins) & (ends > width * block_size)
     if short.any():
         i = int(np.argmax(short))
         need = -(-int(ends[i]) // block_size)
         raise ValueError(
-            f"block_tables: sequence {i} has {width} blocks of {block_size} {unit} ({width * block_size}), needs {need}"
+            f"{name}: sequence {i} has {width} blocks of {block_size} {unit} ({width * block_size}), needs {need}"
             f" blocks for {unit} [{begins[i]}, {ends[i]}); give it more blocks or process fewer tokens"
         )
 
 
-def check_block_ids(ids: npt.NDArray[np.integer[Any]], sequences: Ints, columns: Ints) -> None:
-    """Every id that a plan uses must be a block: -1 is fine only in the padding past a sequence's range."""
-    if not ids.size or (ids.min() >= 0 and ids.max() <= INT32_MAX):
-        return
-    at = int(np.argmax((ids < 0) | (ids > INT32_MAX)))
-    raise ValueError(
-        f"block_tables[{sequences[at]}, {columns[at]}] is {ids[at]}, needs a block id 0..{INT32_MAX}: the range to"
-        f" plan reaches this block; allocate it first"
-    )
+def check_block_ids(name: str, ids: npt.NDArray[np.integer[Any]], locate: Callable[[int], tuple[int, int]]) -> None:
+    """Every id that a plan uses must be a block: -1 is fine only in the padding past a sequence's range.
+
+    locate: (sequence, column) in the table of the id at an index, asked only for the error.
+    """
+    if ids.size and (ids.min() < 0 or ids.max() > INT32_MAX):
+        at = int(np.argmax((ids < 0) | (ids > INT32_MAX)))
+        sequence, column = locate(at)
+        raise ValueError(
+            f"{name}: entry {column} of sequence {sequence} is {ids[at]}, needs a block id 0..{INT32_MAX}: the range to"
+            f" plan reaches this block; allocate it first"
+        )
 
 
 def check_ring_ids(state_ids: Ints, used: npt.NDArray[np.bool_]) -> None:

@@ -22,6 +22,7 @@ def mirror_cp_index(seqlens_q: IntVector, cp_size: int) -> torch.Tensor:
     Returns int32 [cp_size, rows]; rank r uses row r. rows is the sum over sequences of
     ``2 * ceil(seqlens_q[i] / (2 * cp_size))``, the same for every rank.
     """
+    cp_size = inputs.scalar("cp_size", cp_size)
     lengths, size, base, rows = _chunks(seqlens_q, cp_size)
     sequence = np.repeat(np.arange(len(lengths)), 2 * size)
     row = np.arange(rows) - base[sequence]
@@ -41,6 +42,7 @@ def mirror_cp_reverse_index(seqlens_q: IntVector, cp_size: int) -> torch.Tensor:
 
     seqlens_q: [b] as given to `mirror_cp_index`. Returns int32 [sum(seqlens_q)].
     """
+    cp_size = inputs.scalar("cp_size", cp_size)
     lengths, size, base, rows = _chunks(seqlens_q, cp_size)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(int(lengths.sum())) - inputs.starts_of(lengths)[sequence]
@@ -53,7 +55,6 @@ def mirror_cp_reverse_index(seqlens_q: IntVector, cp_size: int) -> torch.Tensor:
 
 def _chunks(seqlens_q: IntVector, cp_size: int) -> tuple[Ints, Ints, Ints, int]:
     """Lengths [b], chunk sizes [b], each sequence's first row in a rank [b], rows of a rank."""
-    inputs.scalar("cp_size", cp_size)
     lengths = inputs.vector("seqlens_q", seqlens_q)
     size = -(-lengths // (2 * cp_size))
     rows = int(2 * size.sum())

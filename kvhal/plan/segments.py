@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,12 @@ class LoadPlan:
     segments: torch.Tensor
     total_k: int
 
-    def to(self, device: torch.device | str) -> LoadPlan:
+    def to(self, device: torch.device | str) -> Self:
         """The same plan with its tensors on `device`, copied without waiting where the source memory allows it."""
-        return dataclasses.replace(self, segments=self.segments.to(device, non_blocking=True))
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return dataclasses.replace(self, **moved)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,13 +43,6 @@ class CompressedLoadPlan(LoadPlan):
     """
 
     cu_compressed_seqlens: torch.Tensor
-
-    def to(self, device: torch.device | str) -> CompressedLoadPlan:
-        return dataclasses.replace(
-            self,
-            segments=self.segments.to(device, non_blocking=True),
-            cu_compressed_seqlens=self.cu_compressed_seqlens.to(device, non_blocking=True),
-        )
 
 
 class BlockLoadPlanBuilder:
@@ -71,7 +67,7 @@ class BlockLoadPlanBuilder:
     def append_zero_fill(self, num_tokens: int) -> None:
         """`num_tokens` rows of zeros, in segments of at most a block."""
         ends = np.array([inputs.scalar("num_tokens", num_tokens, 0)])
-        self._append(_paged_rows(None, np.zeros_like(ends), ends, self.source_block_size))
+        self._append(_cut_at_blocks(np.zeros_like(ends), ends, self.source_block_size).segments)
 
     def append_paged_range(self, block_table: IntVector, begin: int, end: int) -> None:
         """Tokens [begin, end) of the sequence whose block ids are `block_table` [width].
@@ -80,8 +76,14 @@ class BlockLoadPlanBuilder:
         """
         ids = inputs.vector("block_table", block_table, low=inputs.INT32_MIN)
         begin, end = _range("begin", begin, "end", end, inputs.INT32_MAX)
-        table, begins, ends = ids.reshape(1, -1), np.array([begin]), np.array([end])
-        self._append(_paged_rows(table, begins, ends, self.source_block_size))
+        begins, ends, size = np.array([begin]), np.array([end]), self.source_block_size
+        inputs.check_table_width("block_table", len(ids), begins, ends, size)
+        segments = _cut_at_blocks(begins, ends, size).segments
+        first = begin // size
+        used = ids[first : first + len(segments)]
+        inputs.check_block_ids("block_table", used, lambda at: (0, first + at))
+        segments[:, 0] = used
+        self._append(segments)
 
     def append_ring_range(self, block_id: int, begin: int, end: int) -> None:
         """Tokens [begin, end) of a sequence kept in one ring block (token t at offset t % source_block_size).
@@ -92,7 +94,10 @@ class BlockLoadPlanBuilder:
         begin, end = _range("begin", begin, "end", end, inputs.INT32_MAX)
         ring = self.source_block_size
         if end - begin > ring:
-            raise ValueError(f"range [{begin}, {end}) has {end - begin} tokens, needs at most the ring's {ring}")
+            raise ValueError(
+                f"end is {end}, needs at most begin + {ring}: [{begin}, {end}) has {end - begin} tokens and the ring"
+                f" keeps only its last {ring}"
+            )
         first = begin % ring
         split = min(ring, first + end - begin)
         self._append(_rows([block, block], [first, 0], [split, first + end - begin - split]))
@@ -121,16 +126,25 @@ def build_compressed_load_plan(
         holds ``block_size // ratio`` tokens a block. ratio: source tokens per compressed token; 1 gives a plain plan.
     Raises ValueError if a sequence needs more blocks than its table has, or a block id in its range is negative.
     """
-    size = inputs.compressed_block_size(block_size, ratio)
-    tokens = inputs.vector("seqlens_k", seqlens_k) // inputs.scalar("ratio", ratio)
+    size, ratio = inputs.compressed_block_size(block_size, ratio), inputs.scalar("ratio", ratio)
+    tokens = inputs.vector("seqlens_k", seqlens_k) // ratio
     table = inputs.block_table("block_tables", block_tables, len(tokens))
-    segments = _paged_rows(table, np.zeros_like(tokens), tokens, size)
-    empty = tokens == 0
-    if empty.any():
-        first_segment = inputs.starts_of(-(-tokens // size))
-        segments = np.insert(segments, first_segment[empty], [-1, 0, 1, 0], axis=0)
+    begins = np.zeros_like(tokens)
+    inputs.check_table_width("block_tables", table.shape[1], begins, tokens, size, ratio)
+    output_rows = np.maximum(tokens, 1)
+    cut = _cut_at_blocks(begins, output_rows, size)
+    segments = cut.segments
+    if table.shape[1]:  # a table without columns has only sequences without tokens: all zeros already
+        # A mask takes less time and far less memory than one index per segment, and fresh memory is what costs here.
+        used = np.arange(cut.counts.max(initial=0)) < cut.counts[:, None]
+        ids = table[:, : used.shape[1]][used]
+        zero_rows = cut.starts[tokens == 0]
+        ids[zero_rows] = 0  # whatever the table has there is padding, not to be checked
+        inputs.check_block_ids("block_tables", ids, lambda at: tuple(np.argwhere(used)[at]))
+        segments[:, 0] = ids
+        segments[zero_rows, 0] = -1
     total = _set_offsets(segments, 0)
-    cu = np.concatenate(([0], np.cumsum(np.maximum(tokens, 1)))).astype(np.int32)
+    cu = np.concatenate(([0], np.cumsum(output_rows))).astype(np.int32)
     return CompressedLoadPlan(torch.from_numpy(segments), total, torch.from_numpy(cu))
 
 
@@ -182,42 +196,26 @@ def _rows(block: npt.ArrayLike, begin: npt.ArrayLike, end: npt.ArrayLike) -> Seg
     return rows[rows[:, 2] > rows[:, 1]]
 
 
-def _paged_rows(
-    tables: npt.NDArray[np.integer[Any]] | None, begins: Ints, ends: Ints, block_size: int
-) -> Segments:
-    """Segments without destination for range [begins[i], ends[i]) of table row i, cut at block boundaries.
+class _Cut(NamedTuple):
+    segments: Segments  # [sum(counts), 4], every block -1, destinations not set
+    counts: Ints  # [b] segments of each range
+    starts: Ints  # [b] and where they begin in `segments`
 
-    Without tables every segment is zeros. Columns are filled in place: this is the bulk of a long plan's time.
-    """
+
+def _cut_at_blocks(begins: Ints, ends: Ints, block_size: int) -> _Cut:
+    """Ranges [begins[i], ends[i]) cut at block boundaries, one range after another."""
     first_block = begins // block_size
     counts = np.where(ends > begins, -(-ends // block_size) - first_block, 0)
     starts = inputs.starts_of(counts)
-    used = counts > 0
-    total = int(counts.sum())
-    segments = np.empty((total, 4), np.int32)
-    if tables is None:
-        segments[:, 0] = -1
-    else:
-        inputs.check_table_width(tables.shape[1], begins, ends, block_size, "tokens")
-        segments[:, 0] = _block_ids(tables, first_block, counts, starts)
+    # Only the first and the last segment of a range can be less than a block.
+    segments = np.empty((int(counts.sum()), 4), np.int32)
+    segments[:, 0] = -1
     segments[:, 1] = 0
     segments[:, 2] = block_size
+    used = counts > 0
     segments[starts[used], 1] = (begins - first_block * block_size)[used]
     segments[(starts + counts - 1)[used], 2] = (ends - (first_block + counts - 1) * block_size)[used]
-    return segments
-
-
-def _block_ids(
-    tables: npt.NDArray[np.integer[Any]], first_block: Ints, counts: Ints, starts: Ints
-) -> npt.NDArray[np.integer[Any]]:
-    """Entries [first_block[i], first_block[i] + counts[i]) of each table row, concatenated."""
-    rows, width = tables.shape
-    # One flat gather is three times as fast as indexing with (row, column) pairs.
-    index = np.arange(int(counts.sum())) + np.repeat(np.arange(rows) * width + first_block - starts, counts)
-    ids = tables.ravel()[index]
-    if ids.size and (ids.min() < 0 or ids.max() > inputs.INT32_MAX):
-        inputs.check_block_ids(ids, index // width, index % width)
-    return ids
+    return _Cut(segments, counts, starts)
 
 
 def _set_offsets(segments: Segments, first_row: int) -> int:
@@ -226,5 +224,8 @@ def _set_offsets(segments: Segments, first_row: int) -> int:
     total = first_row + int(lengths.sum(dtype=np.int64))
     if total > inputs.INT32_MAX:
         raise ValueError(f"the plan has {total} rows, needs at most {inputs.INT32_MAX} for int32 offsets; split the batch")
-    segments[:, 3] = np.cumsum(lengths, dtype=np.int32) - lengths + np.int32(first_row)
+    segments[:1, 3] = 0
+    np.cumsum(lengths[:-1], dtype=np.int32, out=segments[1:, 3])
+    if first_row:
+        segments[:, 3] += np.int32(first_row)
     return total

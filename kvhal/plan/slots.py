@@ -14,7 +14,9 @@ from kvhal.plan.inputs import Ints, IntTable, IntVector
 def build_paged_slot_mapping(
     seqlens_k: IntVector, seqlens_q: IntVector, block_tables: IntTable, *, block_size: int
 ) -> torch.Tensor:
-    """The slot of every chunk token in a paged cache: ``block_tables[i, pos // block_size] * block_size + pos % block_size``.
+    """The slot of every chunk token in a paged cache.
+
+    A token at position p of sequence i has ``block_tables[i, p // block_size] * block_size + p % block_size``.
 
     seqlens_k, seqlens_q: [b]. block_tables: [b, width] block ids, any row stride.
     Returns [sum(seqlens_q)] int32, or int64 when a slot of the batch exceeds int32.
@@ -38,17 +40,17 @@ def build_compressed_slot_mapping(
     Returns [sum(seqlens_q)] int32, or int64 when a slot of the batch exceeds int32.
     Raises ValueError if a completed group lies past its sequence's blocks, or a block id in the range is negative.
     """
-    size = inputs.compressed_block_size(block_size, ratio)
+    size, ratio = inputs.compressed_block_size(block_size, ratio), inputs.scalar("ratio", ratio)
     chunk = _chunk_tokens(seqlens_k, seqlens_q)
     table = inputs.block_table("block_tables", block_tables, len(chunk.start))
-    unit = "tokens" if ratio == 1 else "compressed tokens"
-    inputs.check_table_width(table.shape[1], chunk.start // ratio, (chunk.start + chunk.length) // ratio, size, unit)
+    begins, ends = chunk.start // ratio, (chunk.start + chunk.length) // ratio
+    inputs.check_table_width("block_tables", table.shape[1], begins, ends, size, ratio)
     group, phase = np.divmod(chunk.position + 1, ratio)
     completes = phase == 0
     sequence, token = chunk.sequence[completes], group[completes] - 1
     column = token // size
     ids = table[sequence, column].astype(np.int64)
-    inputs.check_block_ids(ids, sequence, column)
+    inputs.check_block_ids("block_tables", ids, lambda at: (int(sequence[at]), int(column[at])))
     slots = np.full(len(chunk.position), -1, np.int64)
     slots[completes] = ids * size + token % size
     return _as_slots(slots)
@@ -82,8 +84,9 @@ def build_prefill_swa_pivots(
     A query at position p sees the last `window_size` positions up to and including p, but none below
     ``swa_valid_starts[i]``: the rule depends on positions only, so chunking does not change what is seen. The history
     of sequence i is buffer rows [i * window_size, (i + 1) * window_size) as `build_swa_load_plan` writes them; its
-    chunk begins at row ``b * window_size + cu_seqlens_q[i]``. Under context parallelism the chunk rows are gathered back
-    to that order (`mirror_cp_reverse_index`), and a rank takes its queries' rows of this table with `mirror_cp_index`.
+    chunk begins at row ``b * window_size + cu_seqlens_q[i]``. Under context parallelism the chunk rows are gathered
+    back to that order (`mirror_cp_reverse_index`), and a rank takes its queries' rows of this table with
+    `mirror_cp_index`.
 
     seqlens_k, seqlens_q: [b]. swa_valid_starts: [b], default 0.
     Returns int32 [sum(seqlens_q), 4]: (history row, history length, chunk row, chunk length).
