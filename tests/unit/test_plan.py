@@ -69,6 +69,7 @@ def test_builder_leaves_out_empty_ranges() -> None:
     builder.append_zero_fill(0)
     builder.append_paged_range([], 0, 0)
     builder.append_paged_range([-1], 1000, 1000)
+    builder.append_paged_range([7], 3, 3)
     builder.append_ring_range(0, 9, 9)
     built = builder.build()
     assert built.segments.shape == (0, 4)
