@@ -42,6 +42,8 @@ def _load(
     out_sf: torch.Tensor | None,
     layout: str,
 ) -> None:
+    if out.dtype == torch.uint8:
+        out = out.view(torch.float8_e4m3fn)
     eager.load_paged_kv_cache(kv_cache, load_segments, total_k, KVCacheTensors(out, out_sf), layout=_layout(layout))
 
 
@@ -137,7 +139,9 @@ def load_paged_kv_cache(
     if out is None:
         out = new_load_output(layout, total_k, kv_cache.device)
     result = KVCacheTensors(out, None) if isinstance(out, torch.Tensor) else out
-    torch.ops.kvhal.load_paged_kv_cache(kv_cache, load_segments, total_k, result.kv, result.sf, _text(layout))
+    # float8 results go in as bytes: torch's own operator checks cannot compare float8 tensors
+    data = result.kv.view(torch.uint8) if result.kv.dtype == torch.float8_e4m3fn else result.kv
+    torch.ops.kvhal.load_paged_kv_cache(kv_cache, load_segments, total_k, data, result.sf, _text(layout))
     return result
 
 

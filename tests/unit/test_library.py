@@ -1,0 +1,134 @@
+"""The torch.library operators: schemas, fakes, and compiled code that equals eager byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvhal
+from kvhal.layout import sf_output
+
+OPS = torch.ops.kvhal
+FORMATS = [*kvhal.SUPPORTED_KV_CACHE_FORMATS, kvhal.BF16_FORMAT]
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def cache_of(layout: kvhal.KVCacheFormat, blocks: int = 4, block_size: int = 16) -> torch.Tensor:
+    cache = kvhal.alloc_kv_cache(blocks, block_size, layout, "cpu")
+    cache.view(torch.uint8).random_(0, 120)
+    return cache
+
+
+def rows_of(layout: kvhal.KVCacheFormat, n: int = 5) -> torch.Tensor:
+    return torch.randn(n, layout.elements, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16)
+
+
+def int32(*values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def name_of(layout: kvhal.KVCacheFormat) -> str:
+    return kvhal.formats.format_to_text(layout)
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_opcheck_store_and_loads(layout: kvhal.KVCacheFormat) -> None:
+    cache, text = cache_of(layout), name_of(layout)
+    slots = torch.tensor([3, -1, 17, 63, 8], dtype=torch.int64)
+    torch.library.opcheck(OPS.store_kv_cache, (rows_of(layout), cache, slots, text), test_utils=CHECKS)
+    torch.library.opcheck(
+        OPS.load_kv_slots, (cache, slots, torch.zeros(5, layout.elements, dtype=torch.bfloat16), text), test_utils=CHECKS
+    )
+    out = kvhal.ops.cache.new_load_output(layout, 7, torch.device("cpu"))
+    out.kv.zero_()
+    data = out.kv.view(torch.uint8) if out.kv.dtype == torch.float8_e4m3fn else out.kv
+    arguments = (cache, int32([2, 0, 4, 0], [-1, 0, 3, 4]), 7, data, out.sf, text)
+    torch.library.opcheck(OPS.load_paged_kv_cache, arguments, test_utils=CHECKS)
+
+
+def test_opcheck_index_operations() -> None:
+    topk = torch.arange(12, dtype=torch.int32).view(1, 2, 6)
+    torch.library.opcheck(OPS.convert_kv_index, (topk, int32([5, 0, 2]), int32([4, 6]), 4), test_utils=CHECKS)
+    left, right = int32([0, 1], [2, -1]), int32([0, -1, 3], [4, 5, -1])
+    out = torch.zeros(2, 5, dtype=torch.int32)
+    torch.library.opcheck(OPS.kv_index_cat, (left, right, 7, 2, out), test_utils=CHECKS)
+    torch.library.opcheck(OPS.expand_swa_index, (int32([3, 2, 9, 1]), torch.zeros(1, 6, dtype=torch.int32)), test_utils=CHECKS)
+    windows = (int32([6, 3], [-1, 0]), 8, torch.zeros(2, 4, dtype=torch.int32))
+    torch.library.opcheck(OPS.get_kv_swa_index_decode, windows, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("layout", [kvhal.V41_FORMAT, kvhal.V41_FP4_FORMAT, kvhal.BF16_FORMAT], ids=str)
+def test_opcheck_fused(layout: kvhal.KVCacheFormat) -> None:
+    cast = kvhal.CastArgs.for_layout(layout)
+    angles = torch.randn(32, 64)
+    arguments = (
+        rows_of(layout),
+        torch.rand(512),
+        1e-6,
+        torch.arange(5),
+        angles,
+        [64, 0, 448],
+        True,
+        cast.fmt,
+        cast.num_per_channels,
+        cast.round_sf,
+        cast.sf_format,
+        cache_of(layout),
+        torch.tensor([3, -1, 17, 63, 8]),
+        name_of(layout),
+        torch.zeros(5, 512, dtype=torch.bfloat16),
+    )
+    torch.library.opcheck(OPS.fused_norm_rope_hadamard_cast_store_kvcache, arguments, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_compiled_store_then_load_equals_eager(layout: kvhal.KVCacheFormat) -> None:
+    def step(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, segments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kvhal.store_kv_cache(kv, cache, slots, layout=layout)
+        loaded = kvhal.load_paged_kv_cache(cache, segments, kv.shape[0], layout=layout)
+        return loaded.kv, kvhal.load_kv_slots(cache, slots, layout=layout), *(() if loaded.sf is None else (loaded.sf,))
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 9):
+        expected, actual = cache_of(layout), cache_of(layout)
+        actual.copy_(expected)
+        slots = torch.randperm(64, generator=torch.Generator().manual_seed(n))[:n]
+        segments = int32([1, 0, n, 0])
+        want, have = (
+            step(rows_of(layout, n), expected, slots, segments),
+            compiled(rows_of(layout, n), actual, slots, segments),
+        )
+        assert torch.equal(expected.view(torch.uint8), actual.view(torch.uint8))
+        for a, b in zip(want, have, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        if layout.is_index:
+            assert have[-1].dtype == sf_output(layout)[0]
+
+
+def test_compiled_index_and_fused_equal_eager() -> None:
+    layout = kvhal.V41_FORMAT
+
+    def step(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, topk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        back = kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
+            kv,
+            norm_args=kvhal.NormArgs(torch.ones(512)),
+            rope_args=kvhal.RopeArgs(slots, torch.ones(64, 64), 64),
+            hadamard_args=kvhal.HadamardArgs(),
+            cast_args=kvhal.CastArgs.for_layout(layout, cast_back=True),
+            out_args=kvhal.KVCacheOutArgs(cache, slots, layout),
+        )
+        kvhal.convert_kv_index(topk, int32([3, 1]), int32([3]), 16)
+        windows = kvhal.get_kv_swa_index_decode(int32([6, 3]), 4, 8)
+        dense = kvhal.expand_swa_index(int32([0, 2, 9, 1]), 4)
+        return back, windows, kvhal.kv_index_cat(windows, dense, 3, 4), topk
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    slots = torch.tensor([3, -1, 17, 63, 8])
+    expected = cache_of(layout)
+    actual = kvhal.alloc_kv_cache(4, 16, layout, "cpu").copy_(expected)
+    topk = torch.tensor([[[0, 17, 40, 2]]], dtype=torch.int32)
+    want = step(rows_of(layout), expected, slots, topk.clone())
+    have = compiled(rows_of(layout), actual, slots, topk.clone())
+    assert torch.equal(expected, actual)
+    for a, b in zip(want, have, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
