@@ -1,0 +1,112 @@
+"""From a bound kernel to a launch: few specialisations, none of them compiled under graph capture, little host time.
+
+Triton's own launch path binds and hashes every argument on every call. Here a call only looks at what may change the
+compiled code: the dtypes of pointers, and whether pointers and strides divide by 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.compiler.errors import CompilationError
+from triton.runtime import driver
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from kvhal.backends.portable_triton.record import PROVEN_NATIVE, Record
+from kvhal.errors import BackendFailure, CaptureError
+from kvhal.interface import Reason
+from kvhal.platform import Platform, is_capturing
+
+#: Triton's one notion of alignment: an argument divides by it, or not
+DIVISOR = 16
+COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError, RuntimeError)
+
+
+def native(platform: Platform) -> bool:
+    """The device's own casts are proven identical to the integer codec, and kernels really run on it."""
+    return (platform.kind, platform.arch) in PROVEN_NATIVE and not platform.interpreted
+
+
+class Kernel:
+    """A jit function with its compile-time constants, compiled once for each (device, dtypes, alignments).
+
+    Args:
+        function: the jit function; its run-time parameters come first, then the constants.
+        constants: the values of its constexpr parameters, in order.
+        num_warps: warps a program.
+
+    Attributes:
+        compiled: specialisation -> compiled kernel.
+    """
+
+    def __init__(self, function: Any, constants: tuple[Any, ...], num_warps: int) -> None:
+        self.function = function
+        self.constants = constants
+        self.options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.interpreted = not isinstance(function, triton.JITFunction)
+        if not self.interpreted:
+            dynamic = function.params[: len(function.params) - len(constants)]
+            self.aligned = [not (p.do_not_specialize or p.do_not_specialize_on_alignment) for p in dynamic]
+
+    def __call__(self, programs: int, *args: Any) -> None:
+        """Launches `programs` programs on the current device and its current stream.
+
+        Raises:
+            CaptureError: the kernel for these arguments is not compiled yet and a graph is being captured.
+            BackendFailure: it does not compile, or does not fit the device.
+        """
+        if self.interpreted:
+            self.function[(programs,)](*args, *self.constants)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        key: list[Any] = [device]
+        values: list[Any] = []
+        for value, aligned in zip(args, self.aligned, strict=True):
+            if type(value) is int:
+                if aligned:
+                    key.append(value % DIVISOR == 0)
+            else:
+                key.append(value.dtype)
+                value = value.data_ptr()
+                if aligned:
+                    key.append(value % DIVISOR == 0)
+            values.append(value)
+        kernel = self.compiled.get(tuple(key))
+        if kernel is None:
+            kernel = self.compiled[tuple(key)] = self._compile(args)
+        stream = active.get_current_stream(device)
+        kernel.run(
+            programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *values, *self.constants
+        )
+
+    def _compile(self, args: tuple[Any, ...]) -> Any:
+        device = next(value.device for value in args if isinstance(value, torch.Tensor))
+        name = self.function.fn.__name__
+        if is_capturing(device):
+            raise CaptureError(f"{name} is not compiled for these arguments; call kvhal.warmup before capturing a graph")
+        try:
+            kernel = self.function.warmup(*args, *self.constants, grid=(1,), **self.options)
+            kernel._init_handles()
+        except COMPILE_ERRORS as error:
+            raise BackendFailure(Reason("compilation", f"{name}: {error}", "a kernel that compiles and fits")) from error
+        return kernel
+
+
+def store_shape(record: Record) -> tuple[int, int]:
+    """Tokens a program and warps of kernels that write records."""
+    return _shape(record.tile, 2048)
+
+
+def load_shape(record: Record) -> tuple[int, int]:
+    """Tokens a program and warps of kernels that dequantise records."""
+    return _shape(record.tile, 2048)
+
+
+def _shape(columns: int, per_warp: int) -> tuple[int, int]:
+    tokens = max(1, per_warp // columns)
+    warps = min(8, max(1, tokens * columns // per_warp))
+    return tokens, warps

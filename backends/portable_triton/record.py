@@ -1,0 +1,110 @@
+"""What a kernel has to know about a record: every number of a format and its geometry as one compile-time constant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvhal.formats import ALIGNMENT, SF_ITEM_BYTES, UE8M0_RULES, KVCacheFormat
+from kvhal.layout import cache_geometry
+
+#: (platform kind, architecture) pairs on which tests/triton/test_native.py found the hardware casts identical to the
+#: integer codec for every input; anything else runs the integers
+PROVEN_NATIVE = frozenset({("cuda", "sm_90")})
+
+#: elements of a record, padded, that one program can hold in registers without spilling everything
+MAX_TILE_ELEMENTS = 16384
+#: a packed e2m1 word holds this many codes, so a group's tile is never narrower
+E2M1_WORD = 8
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two >= count."""
+    return 1 << (count - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Record:
+    """Constants of a record for the kernels; a tile holds `groups` x `group` elements, padded to powers of two.
+
+    Attributes:
+        dtype, sf_format: as in KVCacheFormat; "bf16" when unquantised.
+        elements, elements_per_sf, num_scales: of the format; one scale group, without a scale, when unquantised.
+        groups, group: num_scales and elements_per_sf padded to powers of two.
+        dense: the tile has no padding.
+        data_bytes, sf_item: bytes of data a token, bytes of one scale factor.
+        block_size, token_stride, sf_offset, sf_stride: where records lie in a block, in bytes (kvhal.layout).
+        block_unit: bytes that a block stride is counted in.
+        words: e2m1 data can be accessed as aligned int32 words; sf_aligned: fp32 scales lie on aligned addresses.
+        sf_floor, sf_shift, sf_mantissa: the ue8m0 rule of the data type.
+        native: the architecture's own casts are proven identical to the integer codec.
+    """
+
+    dtype: str
+    sf_format: str
+    elements: int
+    elements_per_sf: int
+    num_scales: int
+    groups: int
+    group: int
+    dense: bool
+    data_bytes: int
+    sf_item: int
+    block_size: int
+    token_stride: int
+    sf_offset: int
+    sf_stride: int
+    block_unit: int
+    words: bool
+    sf_aligned: bool
+    sf_floor: int
+    sf_shift: int
+    sf_mantissa: int
+    native: bool
+
+    @property
+    def tile(self) -> int:
+        """Elements of a tile row."""
+        return self.groups * self.group
+
+
+def record_of(layout: KVCacheFormat, block_size: int, native: bool) -> Record:
+    """The constants of `layout` in blocks of `block_size` tokens."""
+    geometry = cache_geometry(layout, block_size)
+    dtype = layout.quantized_dtype or "bf16"
+    per_sf = min(layout.elements_per_sf, layout.elements) if layout.quantized_dtype else layout.elements
+    count = layout.num_scales or 1
+    groups, group = power_of_two(count), power_of_two(per_sf)
+    if dtype == "e2m1":
+        group = max(group, E2M1_WORD)
+    floor, shift, mantissa = UE8M0_RULES.get(dtype, (0, 0, 0))
+    whole_words = per_sf % E2M1_WORD == 0 and layout.elements % E2M1_WORD == 0
+    sf_item = SF_ITEM_BYTES.get(str(layout.sf_format), 1)
+    return Record(
+        dtype=dtype,
+        sf_format=layout.sf_format or "",
+        elements=layout.elements,
+        elements_per_sf=per_sf,
+        num_scales=count,
+        groups=groups,
+        group=group,
+        dense=groups * group == layout.elements and group == per_sf,
+        data_bytes=layout.data_bytes,
+        sf_item=sf_item,
+        block_size=block_size,
+        token_stride=geometry.data_token_stride,
+        sf_offset=geometry.sf_offset,
+        sf_stride=geometry.sf_token_stride,
+        block_unit=ALIGNMENT,
+        words=dtype == "e2m1" and whole_words and geometry.token_alignment % 4 == 0,
+        sf_aligned=geometry.sf_offset % sf_item == 0 and geometry.sf_token_stride % sf_item == 0,
+        sf_floor=floor,
+        sf_shift=shift,
+        sf_mantissa=mantissa,
+        native=native,
+    )
+
+
+def tile_elements(layout: KVCacheFormat) -> int:
+    """Elements of a padded tile row, without building the constants (a manifest asks)."""
+    record = record_of(layout, 1, False)
+    return record.tile
