@@ -17,12 +17,11 @@ def scale_rows() -> Any:
         slot: T.Tensor((n,), "int32"),
         y: T.StridedTensor((rows, WIDTH), (step, 1), "float32"),
     ):
-        with T.Kernel(n) as block:
-            with T.SimtVF(threads=WIDTH):
-                thread = T.get_thread_binding()
-                row = slot[block]
-                if row >= 0 and row < rows:
-                    y[row, thread] = x[block, thread] * 2.0
+        with T.Kernel(n) as block, T.SimtVF(threads=WIDTH):
+            thread = T.get_thread_binding()
+            row = slot[block]
+            if row >= 0 and row < rows:
+                y[row, thread] = x[block, thread] * 2.0
 
     return main
 
@@ -32,13 +31,12 @@ def reverse_row() -> Any:
 
     @T.prim_func
     def main(x: T.Tensor((ROWS, WIDTH), "float32"), y: T.Tensor((ROWS, WIDTH), "float32")):
-        with T.Kernel(ROWS) as block:
-            with T.SimtVF(threads=WIDTH):
-                staged = T.alloc_shared((WIDTH,), "float32")
-                for c in T.Parallel(WIDTH):
-                    staged[c] = x[block, c]
-                for c in T.Parallel(WIDTH):
-                    y[block, c] = staged[WIDTH - 1 - c]
+        with T.Kernel(ROWS) as block, T.SimtVF(threads=WIDTH):
+            staged = T.alloc_shared((WIDTH,), "float32")
+            for c in T.Parallel(WIDTH):
+                staged[c] = x[block, c]
+            for c in T.Parallel(WIDTH):
+                y[block, c] = staged[WIDTH - 1 - c]
 
     return main
 
@@ -48,15 +46,14 @@ def row_maximum() -> Any:
 
     @T.prim_func
     def main(x: T.Tensor((ROWS, WIDTH), "float32"), y: T.Tensor((ROWS,), "float32")):
-        with T.Kernel(ROWS) as block:
-            with T.SimtVF(threads=WIDTH):
-                values = T.alloc_fragment((1, WIDTH), "float32")
-                largest = T.alloc_fragment((1,), "float32")
-                for i, c in T.Parallel(1, WIDTH):
-                    values[i, c] = x[block, c]
-                T.reduce_absmax(values, largest, dim=1)
-                for i in T.Parallel(1):
-                    y[block] = largest[i]
+        with T.Kernel(ROWS) as block, T.SimtVF(threads=WIDTH):
+            values = T.alloc_fragment((1, WIDTH), "float32")
+            largest = T.alloc_fragment((1,), "float32")
+            for i, c in T.Parallel(1, WIDTH):
+                values[i, c] = x[block, c]
+            T.reduce_absmax(values, largest, dim=1)
+            for i in T.Parallel(1):
+                y[block] = largest[i]
 
     return main
 
@@ -84,11 +81,10 @@ def printing() -> Any:
 
     @T.prim_func
     def main(x: T.Tensor((WIDTH,), "int32"), y: T.Tensor((WIDTH,), "int32")):
-        with T.Kernel(1) as block:
-            with T.SimtVF(threads=WIDTH):
-                for i in T.Parallel(WIDTH):
-                    T.print(x[i])
-                    y[i + block] = x[i]
+        with T.Kernel(1) as block, T.SimtVF(threads=WIDTH):
+            for i in T.Parallel(WIDTH):
+                T.print(x[i])
+                y[i + block] = x[i]
 
     return main
 
@@ -98,10 +94,9 @@ def quotient() -> Any:
 
     @T.prim_func
     def main(x: T.Tensor((WIDTH,), "int32"), y: T.Tensor((WIDTH,), "int32"), z: T.Tensor((WIDTH,), "int32")):
-        with T.Kernel(1) as block:
-            with T.SimtVF(threads=WIDTH):
-                thread = T.get_thread_binding()
-                z[thread + block] = T.truncdiv(x[thread], y[thread])
+        with T.Kernel(1) as block, T.SimtVF(threads=WIDTH):
+            thread = T.get_thread_binding()
+            z[thread + block] = T.truncdiv(x[thread], y[thread])
 
     return main
 
@@ -111,9 +106,8 @@ def wide_copy() -> Any:
 
     @T.prim_func
     def main(x: T.Tensor((ROWS, 2 * WIDTH), "float32"), y: T.Tensor((ROWS, 2 * WIDTH), "float32")):
-        with T.Kernel(ROWS) as block:
-            with T.SimtVF(threads=WIDTH):
-                for c in T.Parallel(2 * WIDTH):
-                    y[block, c] = x[block, c]
+        with T.Kernel(ROWS) as block, T.SimtVF(threads=WIDTH):
+            for c in T.Parallel(2 * WIDTH):
+                y[block, c] = x[block, c]
 
     return main
