@@ -1,0 +1,5 @@
+"""`kvhal demo`"""
+
+
+def command() -> None:
+    """x"""
