@@ -30,11 +30,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     while total.shape[1] > 1:
         total = total[:, 0::2] + total[:, 1::2]
     mean = total / torch.full_like(total, float(elements))
-    root = (mean + torch.full_like(mean, eps)).sqrt()
+    root = _sqrt(mean + torch.full_like(mean, eps))
     return (x * (torch.ones_like(root) / root)) * widen(weight)
 
 
-def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, rope_dim: int, is_neox_style: bool, offset: int | None) -> Tensor:
+def _sqrt(x: Tensor) -> Tensor:
+    """fp32 square root, rounded to nearest even. torch's own fp32 one is an ulp off on some CPUs; through fp64 it cannot
+    be: the root of a 24-bit number is at least four fp64 ulps away from every midpoint of two fp32 numbers."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
+
+
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    rope_dim: int,
+    is_neox_style: bool,
+    offset: int | None,
+) -> Tensor:
     """Rotates ``rope_dim`` elements of each row from ``offset`` on; fields as in `kvhal.interface.RopeArgs`.
 
     Args:

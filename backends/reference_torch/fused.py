@@ -37,7 +37,11 @@ def bind_fused_store(request: Request) -> Launcher:
 
 
 def _stages(
-    kv: Tensor, chunk: slice, norm: NormArgs | None, rotary: RopeArgs | None, transform: HadamardArgs | None
+    kv: Tensor,
+    chunk: slice,
+    norm: NormArgs | None,
+    rotary: RopeArgs | None,
+    transform: HadamardArgs | None,
 ) -> Tensor:
     """bf16 of one chunk of rows after the stages that are switched on."""
     x = widen(kv)
