@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from functools import cached_property
 from typing import Literal
 
 QuantizedDtype = Literal["e4m3", "e2m1"]
@@ -119,6 +120,17 @@ class KVCacheFormat:
             raise ValueError(f"quantized_elements has {self.quantized_elements}, e2m1 needs an even count: two share a byte")
         if self.do_cast and not self.token_interleaved:
             raise ValueError("do_cast has True, needs token_interleaved=True: a main record is one contiguous range")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Formats are keys on the path of every call; a generated hash would build a tuple of eight fields each time."""
+        return hash(astuple(self))
+
+    def __reduce__(self) -> tuple[type[KVCacheFormat], tuple[object, ...]]:
+        return KVCacheFormat, astuple(self)  # without the hash, which differs between processes
 
     @property
     def quantized_bytes(self) -> int:
