@@ -1,0 +1,54 @@
+"""From a kernel to something callable: the device compiler on an NPU, the simulator on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvhal.errors import BackendFailure
+from kvhal.interface import Reason, Request
+
+THREADS = 256  #: of a SIMT region
+#: cores that a simulated launch spreads its work over: few, so that every kernel's loop over its tiles is executed
+SIMULATED_CORES = 3
+
+#: The kernels check every index themselves, which the simulator verifies; a second, generated check would hide a missing one.
+PASS_CONFIGS: dict[str, Any] = {"tl.disable_safe_memory_legalize": True}
+
+
+def compiler_of(request: Request) -> tuple[Callable[[Any], Callable[..., None]], int]:
+    """What compiles kernels for a request, and the number of cores to spread work over.
+
+    Raises:
+        BackendFailure: the simulator, or the device's toolchain, is missing here; carries the reason.
+    """
+    if request.platform.kind == "cpu":
+        from kvhal.backends.ascend_tilelang import simulator
+
+        why = simulator.why_unavailable()
+        if why is not None:
+            raise BackendFailure(Reason("simulator", why, "g++ and tilelang", "see docs/ascend.md"))
+        return _simulated, SIMULATED_CORES
+    return _native, _vector_cores()
+
+
+def _simulated(prim_func: Any) -> Callable[..., None]:
+    from kvhal.backends.ascend_tilelang import simulator
+
+    return simulator.build(prim_func, pass_configs=PASS_CONFIGS)
+
+
+def _native(prim_func: Any) -> Callable[..., None]:
+    import tilelang
+
+    kernel: Callable[..., None] = tilelang.compile(
+        prim_func, target="ascend", execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS
+    )
+    return kernel
+
+
+def _vector_cores() -> int:
+    import torch
+
+    properties = torch.npu.get_device_properties(torch.npu.current_device())  # type: ignore[attr-defined]
+    return int(getattr(properties, "vector_core_num", 64))
