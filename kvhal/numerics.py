@@ -46,7 +46,8 @@ def check_codec(layout: KVCacheFormat) -> None:
     """Raises ValueError when the specification does not define the layout's pair of data and scale formats."""
     if layout.quantized_dtype is not None and (layout.quantized_dtype, layout.sf_format) not in SPECIFIED_CODECS:
         known = ", ".join(sorted(f"{data} with {scale}" for data, scale in SPECIFIED_CODECS))
-        raise ValueError(f"layout: has {layout.quantized_dtype} data with {layout.sf_format} scales, needs one of {known}")
+        have = f"{layout.quantized_dtype} data with {layout.sf_format} scales"
+        raise ValueError(f"layout: has {have}, needs one of {known}")
 
 
 def quantize(x: Tensor, layout: KVCacheFormat) -> tuple[Tensor, Tensor]:
@@ -63,7 +64,7 @@ def quantize(x: Tensor, layout: KVCacheFormat) -> tuple[Tensor, Tensor]:
         ValueError: dtype or shape do not fit, or the codec is not specified.
     """
     if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != layout.elements:
-        raise ValueError(f"x: has dtype {x.dtype} and shape {tuple(x.shape)}, needs torch.bfloat16 [n, {layout.elements}]")
+        raise ValueError(f"x: has {x.dtype} {tuple(x.shape)}, needs torch.bfloat16 [n, {layout.elements}]")
     check_codec(layout)
     n = x.shape[0]
     if layout.quantized_dtype is None:
@@ -91,7 +92,7 @@ def dequantize(data: Tensor, sf: Tensor, layout: KVCacheFormat) -> Tensor:
     """
     for name, value, width in (("data", data, layout.data_bytes), ("sf", sf, layout.sf_bytes)):
         if value.dtype != torch.uint8 or value.dim() != 2 or value.shape != (data.shape[0], width):
-            raise ValueError(f"{name}: has dtype {value.dtype} and shape {tuple(value.shape)}, needs torch.uint8 [n, {width}]")
+            raise ValueError(f"{name}: has {value.dtype} {tuple(value.shape)}, needs torch.uint8 [n, {width}]")
     check_codec(layout)
     if layout.quantized_dtype is None:
         return data.contiguous().view(torch.bfloat16)

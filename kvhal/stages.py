@@ -35,8 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """fp32 square root, rounded to nearest even. torch's own fp32 one is an ulp off on some CPUs; through fp64 it cannot
-    be: the root of a 24-bit number is at least four fp64 ulps away from every midpoint of two fp32 numbers."""
+    """fp32 square root, rounded to nearest even. torch's own fp32 one is an ulp off on some CPUs; through fp64 it
+    cannot be: the root of a 24-bit number is at least four fp64 ulps away from every midpoint of two fp32 numbers."""
     return x.to(torch.float64).sqrt().to(torch.float32)
 
 

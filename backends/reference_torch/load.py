@@ -48,11 +48,11 @@ def bind_load_slots(request: Request) -> Launcher:
 def _row_map(segments: Tensor, num_blocks: int, block_size: int, total_k: int) -> Tensor:
     """What each output row holds: a slot, `_ZEROS` or `_UNCOVERED`; int64 ``[total_k]``.
 
-    Row ``t`` of a block goes to ``dst_offset + t - src_begin`` when the segment covers it. One int64 says which record a
-    row holds, so overlapping segments cannot mix two.
+    Row ``t`` of a block goes to ``dst_offset + t - src_begin`` when the segment covers it. One int64 says which record
+    a row holds, so overlapping segments cannot mix two.
     """
     device = segments.device
-    row_map = torch.full((total_k + 1,), _UNCOVERED, dtype=torch.int64, device=device)  # the last row takes what is dropped
+    row_map = torch.full((total_k + 1,), _UNCOVERED, dtype=torch.int64, device=device)  # the last row: what is dropped
     token = torch.arange(block_size, dtype=torch.int64, device=device)
     for chunk in row_chunks(segments.shape[0], block_size, device):
         block, begin, end, offset = segments[chunk].to(torch.int64).unsqueeze(2).unbind(1)

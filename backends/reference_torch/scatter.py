@@ -1,8 +1,8 @@
 """Records in and out of a paged cache, by slot: the only place of this backend that addresses cache bytes.
 
 Both directions index the cache's whole storage as one flat tensor of words with 64-bit offsets. The plain form,
-``cache[block, offset] = values``, is wrong on Ascend for caches over 2 GB: the device's IndexPutV2 adds up the offsets of
-several indexed dimensions in 32 bits. Every device takes the flat path, so that what is tested is what ships.
+``cache[block, offset] = values``, is wrong on Ascend for caches over 2 GB: the device's IndexPutV2 adds up the offsets
+of several indexed dimensions in 32 bits. Every device takes the flat path, so that what is tested is what ships.
 
 Nothing here depends on a metadata value on the host: skipped tokens are redirected, not filtered, so a call can be
 captured into a CUDA graph.
@@ -77,8 +77,8 @@ def gather_records(cache: Tensor, layout: KVCacheFormat, slots: Tensor) -> tuple
         slots: int32 or int64 ``[n]``, any values.
 
     Returns:
-        ``(data, sf, valid)``: uint8 ``[n, data_bytes]``, uint8 ``[n, sf_bytes]``, bool ``[n]``. Rows of invalid slots are
-        unspecified.
+        ``(data, sf, valid)``: uint8 ``[n, data_bytes]``, uint8 ``[n, sf_bytes]``, bool ``[n]``. Rows of invalid slots
+        are unspecified.
     """
     n, capacity = slots.shape[0], cache.shape[0] * cache.shape[1]
     slots = slots.to(torch.int64)
@@ -116,8 +116,8 @@ def scatter_records(cache: Tensor, layout: KVCacheFormat, slots: Tensor, data: T
 
 
 def _writers(slots: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each token writes, and whose record: every write to one slot carries the same bytes, so that no order of the
-    writes can mix two records.
+    """Where each token writes, and whose record: every write to one slot carries the same bytes, so that no order of
+    the writes can mix two records.
 
     A skipped token repeats the write to the largest valid slot. Where no slot is valid, all targets are slot 0 and
     `any_valid` is False: the caller writes back what slot 0 holds.

@@ -1,4 +1,4 @@
-"""`kvhal.numerics` against tables of an independent implementation; see README.md beside this file. Never regenerate them."""
+"""`kvhal.numerics` against tables of an independent implementation; see README.md; never regenerate them."""
 
 import pathlib
 

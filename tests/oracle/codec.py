@@ -23,7 +23,7 @@ def groups_of(layout: Any) -> list[slice]:
 
 def ceil_log2(value: float) -> int:
     mantissa, exponent = np.frexp(value)
-    return int(exponent) - (mantissa == 0.5)
+    return int(exponent) - int(mantissa == 0.5)
 
 
 def cast(value: Array, dtype: str) -> Array:

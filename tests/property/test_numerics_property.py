@@ -21,7 +21,7 @@ def main(dtype: QuantizedDtype, elements: int, group: int, sf: ScaleFormat) -> K
     return KVCacheFormat(dtype, elements, group, 0, True, sf, "", token_interleaved=True)
 
 
-def index(dtype: QuantizedDtype, elements: int, group: int, sf: ScaleFormat, interleaved: bool = False) -> KVCacheFormat:
+def raw(dtype: QuantizedDtype, elements: int, group: int, sf: ScaleFormat, interleaved: bool = False) -> KVCacheFormat:
     return KVCacheFormat(dtype, elements, group, 0, False, sf, "", token_interleaved=interleaved)
 
 
@@ -29,24 +29,27 @@ USER_FORMATS = (
     main("e4m3", 384, 32, "ue8m0"),
     main("e2m1", 256, 16, "e4m3"),
     main("e4m3", 64, 64, "fp32"),
-    index("e4m3", 384, 32, "ue8m0"),
-    index("e2m1", 256, 16, "e4m3"),
-    index("e4m3", 64, 64, "fp32", interleaved=True),
+    raw("e4m3", 384, 32, "ue8m0"),
+    raw("e2m1", 256, 16, "e4m3"),
+    raw("e4m3", 64, 64, "fp32", interleaved=True),
     # a short last group, odd groups whose elements share bytes, one group that is longer than the record
     main("e4m3", 50, 16, "ue8m0"),
     main("e4m3", 33, 8, "fp32"),
     main("e2m1", 40, 7, "ue8m0"),
     main("e2m1", 22, 5, "e4m3"),
-    index("e2m1", 6, 1, "ue8m0"),
-    index("e4m3", 3, 128, "fp32"),
+    raw("e2m1", 6, 1, "ue8m0"),
+    raw("e4m3", 3, 128, "fp32"),
 )
 FORMATS = (*SUPPORTED_KV_CACHE_FORMATS, *USER_FORMATS)
 
 SPECIAL_BITS = (
-    *(0x0000, 0x0001, 0x007F, 0x0080, 0x00FF, 0x0100, 0x0140, 0x0141, 0x0180, 0x01C0),  # zero to the smallest e2m1 scales
+    # zero to the smallest e2m1 scales
+    *(0x0000, 0x0001, 0x007F, 0x0080, 0x00FF, 0x0100, 0x0140, 0x0141, 0x0180, 0x01C0),
     *(0x38D1, 0x38D2, 0x3C3F, 0x3C40, 0x3C41),  # 1e-4 and 6 * 2^-9, the floors
-    *(0x3E80, 0x3F00, 0x3F40, 0x3F80, 0x3FA0, 0x3FE0, 0x4020, 0x4060, 0x40A0, 0x40C0, 0x40C1, 0x4140),  # e2m1 codes and ties
-    *(0x3A80, 0x3B00, 0x3B40, 0x3C80, 0x3F88, 0x3F98, 0x43E0, 0x43E1, 0x43E8, 0x43F0),  # e4m3 steps and ties, 448 and beyond
+    # e2m1 codes and ties
+    *(0x3E80, 0x3F00, 0x3F40, 0x3F80, 0x3FA0, 0x3FE0, 0x4020, 0x4060, 0x40A0, 0x40C0, 0x40C1, 0x4140),
+    # e4m3 steps and ties, 448 and beyond
+    *(0x3A80, 0x3B00, 0x3B40, 0x3C80, 0x3F88, 0x3F98, 0x43E0, 0x43E1, 0x43E8, 0x43F0),
     *(0x7F00, 0x7F60, 0x7F61, 0x7F7E, 0x7F7F),
 )
 NON_FINITE_BITS = (0x7F80, 0x7F81, 0x7FC0, 0x7FFF)
@@ -55,7 +58,8 @@ NON_FINITE_BITS = (0x7F80, 0x7F81, 0x7FC0, 0x7FFF)
 def gauss(rng: np.random.Generator, n: int, scale: float) -> Array:
     """Magnitude bits of normal values, truncated to bf16."""
     values = np.abs(rng.standard_normal(n) * scale).astype(np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16)
+    bits: Array = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return bits
 
 
 def fill(kind: str, rng: np.random.Generator, n: int) -> Array:
@@ -112,7 +116,8 @@ def test_quantize_and_dequantize_match_the_oracle(layout: KVCacheFormat, data: s
     want_data, want_sf = oracle.quantize(bits, layout)
     np.testing.assert_array_equal(got_sf.numpy(), want_sf)
     np.testing.assert_array_equal(got_data.numpy(), want_data)
-    np.testing.assert_array_equal(bits_of(dequantize(got_data, got_sf, layout)), oracle.dequantize(want_data, want_sf, layout))
+    back = bits_of(dequantize(got_data, got_sf, layout))
+    np.testing.assert_array_equal(back, oracle.dequantize(want_data, want_sf, layout))
 
 
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
@@ -199,7 +204,14 @@ def test_rms_norm(seed: int, elements: int, bf16_weight: bool) -> None:
     positions=st.lists(st.sampled_from([0, 1, 6, 7, -1, 2**31 - 1, -(2**31), 2**62]), min_size=5, max_size=5),
     max_position=st.sampled_from([0, 7]),
 )
-def test_rope(seed: int, rope_dim: int, neox: bool, offset: int | None, positions: list[int], max_position: int) -> None:
+def test_rope(
+    seed: int,
+    rope_dim: int,
+    neox: bool,
+    offset: int | None,
+    positions: list[int],
+    max_position: int,
+) -> None:
     rng = np.random.default_rng(seed)
     x = fp32_rows(rng, 5, 70)
     cache = rng.standard_normal((max_position, rope_dim)).astype(np.float32)
@@ -228,7 +240,8 @@ def test_unspecified_codecs_and_wrong_shapes_are_errors() -> None:
     layout = main("e4m3", 64, 32, "e4m3")
     with pytest.raises(ValueError, match="e4m3 data with e4m3 scales"):
         quantize(torch.zeros(1, 64, dtype=torch.bfloat16), layout)
-    with pytest.raises(ValueError, match="x: has dtype"):
-        quantize(torch.zeros(1, 64), main("e4m3", 64, 32, "ue8m0"))
-    with pytest.raises(ValueError, match="sf: has dtype"):
-        dequantize(torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8), main("e4m3", 64, 32, "ue8m0"))
+    layout = main("e4m3", 64, 32, "ue8m0")
+    with pytest.raises(ValueError, match="x: has"):
+        quantize(torch.zeros(1, 64), layout)
+    with pytest.raises(ValueError, match="sf: has"):
+        dequantize(torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8), layout)

@@ -29,7 +29,8 @@ def test_convert_index(width: int, block_size: int) -> None:
     rng = np.random.default_rng(width)
     pool = [-1, 0, 1, 15, 16, 33, 63, 64, 2**20, 2**22, INT_MAX, INT_MIN, -17]
     topk = torch.from_numpy(rng.choice(pool, (2, 3, 40))).int()[:, :, :37]
-    tables = torch.from_numpy(rng.choice([0, 3, 7, -1, -2, 2047, 2048, INT_MAX, INT_MIN], (2, width + 1))).int()[:, :width]
+    blocks = [0, 3, 7, -1, -2, 2047, 2048, INT_MAX, INT_MIN]
+    tables = torch.from_numpy(rng.choice(blocks, (2, width + 1))).int()[:, :width]
     lens = torch.tensor([[0, 37, 20], [99, -3, INT_MAX]], dtype=torch.int32)
     expected = topk.clone()
     for b, q, k in np.ndindex(*topk.shape):

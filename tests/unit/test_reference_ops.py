@@ -150,7 +150,8 @@ def test_load_slots(layout: KVCacheFormat, dtype: torch.dtype) -> None:
     cache = Cache(layout, 3, 5)
     cache.fill(3)
     before = cache.raw.clone()
-    slots = [0, -1, 14, 7, 7, 15, 16, -5, INT_MIN, INT_MAX, 3] + ([2**32, 2**62, -(2**63)] if dtype == torch.int64 else [])
+    slots = [0, -1, 14, 7, 7, 15, 16, -5, INT_MIN, INT_MAX, 3]
+    slots += [2**32, 2**62, -(2**63)] if dtype == torch.int64 else []
     out = torch.full((len(slots), layout.elements + 2), 7.0, dtype=torch.bfloat16)
     bind(Op.LOAD_SLOTS, layout)(cache.tensor, torch.tensor(slots, dtype=dtype), out[:, : layout.elements])
     zero = torch.zeros(layout.elements, dtype=torch.bfloat16)

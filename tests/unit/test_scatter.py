@@ -20,9 +20,10 @@ GIB = 2**30
 class IndexPutV2(TorchDispatchMode):
     """A model of the device's fault.
 
-    An `index_put_` into a tensor of several dimensions turns the indices into element offsets, `sum(index * stride)`, that
-    it keeps in 32 bits: an offset of 2^31 or more wraps. What wraps below zero is lost here (on the device it would go
-    to an address before the cache). A one-dimensional tensor needs no sum, its int64 index is the offset: that form works.
+    An `index_put_` into a tensor of several dimensions turns the indices into element offsets, `sum(index * stride)`,
+    that it keeps in 32 bits: an offset of 2^31 or more wraps. What wraps below zero is lost here (on the device it
+    would go to an address before the cache). A one-dimensional tensor needs no sum, its int64 index is the offset:
+    that form works.
     """
 
     def __init__(self) -> None:
@@ -117,4 +118,5 @@ def test_the_model_breaks_the_plain_scatter(cache: torch.Tensor) -> None:
         below = slot // BLOCK * cache.stride(0) < 2 * GIB - cache.stride(0)
         assert torch.equal(bytes_at(cache, slot)[0], data[token] if below else zeros[token])
     wrapped = far // BLOCK * cache.stride(0) - 4 * GIB
-    assert torch.equal(near[wrapped : wrapped + layout.data_bytes], data[-1]), "a record of another token is overwritten"
+    overwritten = near[wrapped : wrapped + layout.data_bytes]
+    assert torch.equal(overwritten, data[-1]), "the model should hit another token's record"
