@@ -117,7 +117,8 @@ def test_captured_loads(layout: KVCacheFormat) -> None:
     segments = torch.zeros((30, 4), dtype=torch.int32, device="cuda")
     slots = torch.full((100,), -1, device="cuda")
     if layout.is_index:
-        out = torch.zeros(200, layout.data_bytes, dtype=torch.uint8, device="cuda").view(DATA_DTYPES[layout.quantized_dtype])
+        raw = torch.zeros(200, layout.data_bytes, dtype=torch.uint8, device="cuda")
+        out = raw.view(DATA_DTYPES[layout.quantized_dtype])
         dtype, tail = sf_output(layout)
         sf: torch.Tensor | None = torch.zeros(200, *tail, dtype=dtype, device="cuda")
     else:
@@ -155,7 +156,10 @@ def test_captured_index_operations() -> None:
         bind(Op.DECODE_SWA_INDEX)(pivots[:, :2].contiguous(), 8, outs[1])
         bind(Op.INDEX_CAT)(outs[0][:, :8], outs[1][:, :8], 5, outs[2])
 
-    replay(lambda: launch(topk, tables, lens, pivots, outs), lambda: topk.copy_(given) and None)
+    def change() -> None:
+        topk.copy_(given)
+
+    replay(lambda: launch(topk, tables, lens, pivots, outs), change)
     wanted = [torch.empty(50, 16, dtype=torch.int32) for _ in range(3)]
     given = given.cpu()
     launch(given, tables.cpu(), lens.cpu(), pivots.cpu(), wanted)
