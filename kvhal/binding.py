@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,39 @@ from kvhal.config import Scope, current
 from kvhal.dispatcher import Policy, resolve
 from kvhal.errors import BackendFailure, refusal
 from kvhal.formats import KVCacheFormat
-from kvhal.interface import Decision, Launcher, Op, Reason, Request
+from kvhal.interface import FORMAT_OPS, Decision, Launcher, Op, Reason, Request
 from kvhal.platform import Platform, detect, on_device
 from kvhal.registry import backends
 
 log = logging.getLogger("kvhal")
 
-#: reasons met while binding: (device type, backend, reason); a backend that failed to import stays out until the process ends
-_failures: list[tuple[str, str, Reason]] = []
+
+@dataclass(frozen=True)
+class Failure:
+    """A backend could not be bound; it stays out for the same question until the process ends.
+
+    Attributes:
+        device_type, backend, op: what was being bound.
+        layout, block_size: what for; None, for any, when something could not be imported.
+        reason: what stood in the way.
+    """
+
+    device_type: str
+    backend: str
+    op: Op
+    layout: KVCacheFormat | None
+    block_size: int | None
+    reason: Reason
+
+    def concerns(self, device: torch.device, op: Op | None, layout: KVCacheFormat | None, block_size: int | None) -> bool:
+        """It happened to this question, or to a more special one; an unknown operation means all of them."""
+        if self.device_type != device.type or op is None:
+            return self.device_type == device.type
+        same_size = block_size is None or self.block_size in (None, block_size)
+        return self.op == op and self.layout in (None, layout) and same_size
+
+
+_failures: list[Failure] = []
 
 
 def launcher(
@@ -36,32 +61,34 @@ def launcher(
         ForcedBackendError: the forced backend cannot serve; all its reasons.
         UnsupportedError: no backend can serve; every candidate's reasons.
     """
-    request = Request(op, layout, platform_of(device), block_size, stages)
     while True:
+        request = Request(op, layout, platform_of(device, op, layout, block_size), block_size, stages)
         decision = resolve(request, scope.policy, backends())
         if decision.chosen is None:
             raise refusal(decision)
         try:
             launch = backends()[decision.chosen].bind(decision.request)
         except (ImportError, OSError, BackendFailure) as error:
-            _failures.append((device.type, decision.chosen, _reason(error)))
+            _failures.append(_failure(error, decision.chosen, device, request))
             log.warning("%s cannot be bound: %s", decision.chosen, error)
-            request = Request(op, layout, platform_of(device), block_size, stages)
             continue
         log.info("%s", decision)
         return on_device(launch, device)
 
 
-def _reason(error: Exception) -> Reason:
+def _failure(error: Exception, backend: str, device: torch.device, request: Request) -> Failure:
     if isinstance(error, BackendFailure):
-        return error.reason
-    return Reason("import", f"{type(error).__name__}: {error}", "an importable language", "see `kvhal doctor`")
+        return Failure(device.type, backend, request.op, request.layout, request.block_size, error.reason)
+    reason = Reason("import", f"{type(error).__name__}: {error}", "an importable language", "see `kvhal doctor`")
+    return Failure(device.type, backend, request.op, None, None, reason)
 
 
-def platform_of(device: torch.device) -> Platform:
-    """The device's platform with the failures met so far."""
+def platform_of(
+    device: torch.device, op: Op | None = None, layout: KVCacheFormat | None = None, block_size: int | None = None
+) -> Platform:
+    """The device's platform with the failures met so far that concern a question; all of them without an operation."""
     platform = detect(device)
-    failures = tuple((name, reason) for kind, name, reason in _failures if kind == device.type)
+    failures = tuple((f.backend, f.reason) for f in _failures if f.concerns(device, op, layout, block_size))
     return replace(platform, failures=failures) if failures else platform
 
 
@@ -82,6 +109,7 @@ def explain(
     layout: KVCacheFormat | None = None,
     device: torch.device | str = "cpu",
     block_size: int | None = None,
+    stages: tuple[str, ...] = (),
     platform: Platform | None = None,
     policy: Policy | None = None,
 ) -> Decision:
@@ -91,17 +119,22 @@ def explain(
         op: the operation, or its name.
         layout: the record's format; None for index operations.
         device: the tensors' device.
-        block_size: tokens a block, where known.
+        block_size: tokens a block, where known; index operations do not depend on it.
+        stages: stages of a fused store that are on, out of "norm", "rope", "hadamard".
         platform: a platform to ask about instead of the device's own (any machine can be described).
         policy: a policy to ask under instead of the one in force.
 
     Raises:
-        ValueError: `op` is not an operation; the message lists them.
+        ValueError: `op` is not an operation (the message lists them), or `layout` is missing or means nothing to it.
     """
     try:
         op = Op(op)
     except ValueError:
         raise ValueError(f"op: has {op!r}, needs one of {', '.join(Op)}") from None
-    platform = platform_of(torch.device(device)) if platform is None else platform
-    request = Request(op, layout, platform, block_size)
+    if (op in FORMAT_OPS) != (layout is not None):
+        need = "the record's format" if op in FORMAT_OPS else "None: index operations handle no records"
+        raise ValueError(f"layout: has {layout}, needs {need} for {op}")
+    block_size = block_size if op in FORMAT_OPS else None
+    platform = platform_of(torch.device(device), op, layout, block_size) if platform is None else platform
+    request = Request(op, layout, platform, block_size, tuple(stages))
     return resolve(request, current().policy if policy is None else policy, backends())

@@ -42,14 +42,17 @@ class Scope:
 
 @dataclass(frozen=True, eq=False)
 class _Override:
-    """A stack of `use_backend` layers, outermost first; interned, so that entering the same context again reuses its Scope."""
+    """Layers compared by identity, so that they are a cheap key.
+
+    `use_backend` stacks them, outermost first, and interns the stack: entering the same context again reuses its Scope.
+    """
 
     layers: tuple[Layer, ...] = ()
 
 
 _NO_OVERRIDE = _Override()
 _override: ContextVar[_Override] = ContextVar("kvhal_override", default=_NO_OVERRIDE)
-_configured: tuple[Layer, ...] = ()
+_configured = _Override()  # the layers of `configure`, highest precedence first
 _scopes: dict[Any, Scope] = {}
 
 # The environment is looked at on every call, so that a change takes effect on the next one. os.environ.get costs microseconds
@@ -66,14 +69,14 @@ def current() -> Scope:
     path = _environment.get(_CONFIG_KEY)
     key = (
         _override.get(),
-        id(_configured),
+        _configured,
         _environment.get(_BACKEND_KEY),
         _environment.get(_STRICT_KEY),
         path and (path, _stamp(path)),
     )
     scope = _scopes.get(key)
     if scope is None:
-        scope = _scopes[key] = Scope(merge(_layers()))
+        scope = _scopes[key] = Scope(merge(_layers(key[0], key[1])))
     return scope
 
 
@@ -90,11 +93,11 @@ def _stamp(path: Any) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def _layers() -> list[Layer]:
+def _layers(override: _Override, configured: _Override) -> list[Layer]:
     path = os.environ.get(ENV_CONFIG)
     environment = environment_layer(os.environ.get(ENV_BACKEND), os.environ.get(ENV_STRICT))
     file = [file_layer(Path(path), ENV_CONFIG)] if path else []
-    return [*reversed(_override.get().layers), *_configured, environment, *file]
+    return [*reversed(override.layers), *configured.layers, environment, *file]
 
 
 def merge(layers: Iterable[Layer]) -> Policy:
@@ -128,10 +131,13 @@ def make_layer(
     """A checked layer.
 
     Raises:
-        ConfigError: an unknown backend or operation; the message lists the known ones.
+        ConfigError: an unknown backend or operation (the message lists the known ones), or a preference that is empty or
+            names a backend twice.
     """
     pairs = tuple((check_op(source, op), check_name(source, name)) for op, name in (ops or {}).items())
     order = None if preference is None else tuple(check_name(source, name) for name in preference)
+    if order is not None and len(set(order)) != max(len(order), 1):
+        raise ConfigError(f"{source}: preference has {list(order)}, needs at least one backend, each once")
     return Layer(source, None if backend is None else check_name(source, backend), pairs, order, strict, simulate)
 
 
@@ -201,7 +207,12 @@ def configure(
     """
     global _configured
     layer = make_layer("configure", backend, ops, preference, strict, simulate)
-    _configured = (layer,) if path is None else (layer, file_layer(Path(path), "configure"))
+    _configured = _Override((layer,) if path is None else (layer, file_layer(Path(path), "configure")))
+    forget()
+
+
+def forget() -> None:
+    """Drops every merged policy and bound launcher; the next call decides anew."""
     _scopes.clear()
 
 

@@ -116,7 +116,8 @@ Launcher = Callable[..., None]
 # checked everything about shapes, dtypes, strides and devices; the launcher must only be safe on metadata VALUES.
 #
 # request.layout and request.block_size are static for a launcher; block counts, block strides, rows and tokens are dynamic.
-# Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Zero-size calls never come.
+# Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Calls with nothing to write
+# never come; a cache without blocks does, and so does an index table without columns.
 #
 # STORE             launch(kv, cache, slots)
 #                   kv bf16 rows [n, elements]; cache as alloc_kv_cache returns it; slots int32|int64 contiguous [n]

@@ -193,6 +193,10 @@ def geometry_of(
     cache: torch.Tensor, layout: KVCacheFormat | None = None, sf_format: ScaleFormat | None = None
 ) -> CacheGeometry:
     """`resolve_kv_cache_layout`, returning the whole geometry; one dictionary look-up for facts seen before."""
+    if not (layout is None or isinstance(layout, KVCacheFormat)):
+        raise ValueError(f"layout: has {layout!r}, needs a KVCacheFormat or None")
+    if not (sf_format is None or isinstance(sf_format, str)):
+        raise ValueError(f"sf_format: has {sf_format!r}, needs one of {', '.join(SF_DTYPES)} or None")
     geometry = _geometry(cache.dtype, cache.shape, cache.stride(), layout, sf_format)
     if cache.data_ptr() % ALIGNMENT:
         raise ValueError(
@@ -230,8 +234,6 @@ def _geometry(
 
 
 def _check_layout(dtype: torch.dtype, width: int, layout: KVCacheFormat, sf_format: ScaleFormat | None) -> None:
-    if not isinstance(layout, KVCacheFormat):
-        raise ValueError(f"layout: has {layout!r}, needs a KVCacheFormat or None")
     if sf_format is not None and sf_format != layout.sf_format:
         raise ValueError(f"sf_format: has {sf_format!r}, but layout {layout} has {layout.sf_format!r}; leave one of them out")
     unquantized = layout.quantized_dtype is None

@@ -35,8 +35,11 @@ def backends() -> Mapping[str, Backend]:
 
 
 def reload() -> None:
-    """Forgets the table, so that packages installed since are found."""
+    """Forgets the table and all that was bound from it, so that packages installed since are found."""
+    from kvhal import config  # config.py checks names against this table and so imports this module
+
     backends.cache_clear()
+    config.forget()
 
 
 def _load(point: EntryPoint) -> Backend:

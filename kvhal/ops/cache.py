@@ -208,7 +208,7 @@ def _load_rows(result: KVCacheTensors, layout: KVCacheFormat, total_k: int) -> t
     dtype, width = (
         (DATA_DTYPES[layout.quantized_dtype], layout.data_bytes) if layout.is_index else (torch.bfloat16, layout.elements)
     )
-    kv = record_rows("out", check_tensor("out", result.kv, (dtype,)), width)
+    kv = record_rows("out", check_tensor("out", result.kv, (dtype,)), width, written=True)
     _check_capacity("out", kv, total_k)
     if result.sf is None:
         return kv, None
@@ -217,9 +217,9 @@ def _load_rows(result: KVCacheTensors, layout: KVCacheFormat, total_k: int) -> t
     if tuple(sf.shape[1:]) != trailing:
         reject("out.sf", f"shape {tuple(sf.shape)}", f"[rows, {trailing[0] if trailing else ''}]")
     if sf.dim() == 1:
-        check_contiguous("out.sf", sf)
+        check_contiguous("out.sf", sf, written=True)
     else:
-        check_rows("out.sf", sf)
+        check_rows("out.sf", sf, written=True)
     _check_capacity("out.sf", sf, total_k)
     return kv, sf
 

@@ -54,7 +54,9 @@ def check_int(name: str, value: SupportsIndex, low: int, high: int = INT32_MAX) 
     return number
 
 
-def record_rows(name: str, tensor: torch.Tensor, elements: int, rows: int | None = None) -> torch.Tensor:
+def record_rows(
+    name: str, tensor: torch.Tensor, elements: int, rows: int | None = None, *, written: bool = False
+) -> torch.Tensor:
     """``[n, ...]`` seen as ``[n, elements]`` without a copy; the row stride is free, a record is contiguous.
 
     Raises:
@@ -74,24 +76,38 @@ def record_rows(name: str, tensor: torch.Tensor, elements: int, rows: int | None
     except RuntimeError:
         flat = None
     if flat is None or (flat.stride(1) != 1 and elements != 1 and tensor.shape[0] != 0):
-        reject(name, f"strides {tensor.stride()}", "each record contiguous", f"pass {name}.contiguous()")
+        hint = "pass rows of a row-major buffer, or None" if written else f"pass {name}.contiguous()"
+        reject(name, f"strides {tensor.stride()}", "each record contiguous", hint)
     return flat
 
 
-def check_rows(name: str, tensor: torch.Tensor, columns: int | None = None) -> None:
-    """A 2-d tensor with contiguous rows and, where given, `columns` columns."""
+def check_rows(name: str, tensor: torch.Tensor, columns: int | None = None, *, written: bool = False) -> None:
+    """A 2-d tensor with contiguous rows and, where given, `columns` columns; a `written` one cannot be replaced by a copy."""
     if columns is not None and tensor.shape[1] != columns:
         reject(name, f"shape {tuple(tensor.shape)}", f"{columns} columns")
     if tensor.stride(1) != 1 and tensor.shape[1] > 1:
-        reject(name, f"strides {tensor.stride()}", "contiguous rows (last stride 1)", f"pass {name}.contiguous()")
+        hint = "pass rows of a row-major buffer" if written else f"pass {name}.contiguous()"
+        reject(name, f"strides {tensor.stride()}", "contiguous rows (last stride 1)", hint)
 
 
-def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+def check_contiguous(name: str, tensor: torch.Tensor, *, written: bool = False) -> None:
+    """A contiguous tensor; a `written` one cannot be replaced by a copy."""
     if not tensor.is_contiguous():
-        reject(name, f"strides {tensor.stride()}", "a contiguous tensor", f"pass {name}.contiguous()")
+        hint = "pass a slice of a contiguous buffer" if written else f"pass {name}.contiguous()"
+        reject(name, f"strides {tensor.stride()}", "a contiguous tensor", hint)
 
 
 def check_writable_rows(name: str, tensor: torch.Tensor) -> None:
     """Rows of an output do not overlap."""
     if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[-1]:
         reject(name, f"strides {tensor.stride()}", "rows that do not overlap", "pass a tensor that was not expanded")
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """An argument object of its own class.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: has a {type(value).__name__}, needs a {kind.__name__}")

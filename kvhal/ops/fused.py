@@ -21,6 +21,7 @@ from kvhal.ops.checks import (
     check_rows,
     check_same_device,
     check_tensor,
+    check_type,
     record_rows,
     reject,
 )
@@ -58,6 +59,7 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
 
         return library.fused_store(kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
     check_tensor("kv", kv, (torch.bfloat16, torch.float32))
+    _check_types(norm_args, rope_args, hadamard_args, cast_args, out_args)
     layout, block_size = _layout(kv, cast_args, out_args)
     rows = record_rows("kv", kv, layout.elements)
     device, tokens = kv.device, rows.shape[0]
@@ -88,10 +90,16 @@ def _bound(
     return launch
 
 
+def _check_types(norm: object, rope: object, hadamard: object, cast: object, out: object) -> None:
+    check_type("cast_args", cast, CastArgs)
+    optional = (("norm_args", norm, NormArgs), ("rope_args", rope, RopeArgs), ("hadamard_args", hadamard, HadamardArgs))
+    for name, value, kind in (*optional, ("out_args", out, KVCacheOutArgs)):
+        if value is not None:
+            check_type(name, value, kind)
+
+
 def _layout(kv: torch.Tensor, cast: CastArgs, out: KVCacheOutArgs | None) -> tuple[KVCacheFormat, int | None]:
     """The record's format and block size: the cache's, or the format that cast_args spells when nothing is stored."""
-    if not isinstance(cast, CastArgs):
-        raise TypeError(f"cast_args: has a {type(cast).__name__}, needs a CastArgs")
     if cast.round_sf != (cast.sf_format == "ue8m0"):
         reject("cast_args.round_sf", f"{cast.round_sf} with sf_format {cast.sf_format!r}", "True exactly for 'ue8m0'")
     if out is None:

@@ -71,12 +71,12 @@ def convert_kv_index(
 def _check_topk_strides(topk: torch.Tensor) -> None:
     """Written in place: rows are contiguous and do not overlap."""
     if topk.stride(2) != 1 and topk.shape[2] > 1:
-        reject("topk_idxs", f"strides {topk.stride()}", "contiguous rows (last stride 1)", "pass topk_idxs.contiguous()")
+        reject("topk_idxs", f"strides {topk.stride()}", "contiguous rows (last stride 1)", "it is written in place")
     used = sorted((topk.stride(axis), topk.shape[axis]) for axis in (0, 1) if topk.shape[axis] > 1)
     reach = topk.shape[2]
     for stride, count in used:
         if stride < reach:
-            reject("topk_idxs", f"strides {topk.stride()}", "rows that do not overlap", "pass topk_idxs.contiguous()")
+            reject("topk_idxs", f"strides {topk.stride()}", "rows that do not overlap", "it is written in place")
         reach = stride * (count - 1) + reach
 
 
@@ -207,6 +207,6 @@ def _output(out: torch.Tensor | None, shape: tuple[int, int], device: torch.devi
     check_tensor("out", out, INT32, rank=2)
     if tuple(out.shape) != shape:
         reject("out", f"shape {tuple(out.shape)}", str(shape))
-    check_rows("out", out)
+    check_rows("out", out, written=True)
     check_writable_rows("out", out)
     return out

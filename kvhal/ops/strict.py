@@ -57,6 +57,8 @@ def check_topk(topk: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor, blo
     used = columns < lens[..., None]
     bad = used & ((topk < 0) | (topk // block_size >= tables.shape[1]))
     _check("topk_idxs", topk, bad, f"0 <= index < {tables.shape[1] * block_size}, the tokens of its block table")
+    if tables.shape[1] == 0:
+        return
     blocks = torch.gather(tables.long(), 1, torch.where(used, topk // block_size, 0).flatten(1).long()).view(topk.shape)
     index = _first(used & ((blocks < 0) | ((blocks + 1) * block_size > 2**31)))
     if index is not None:

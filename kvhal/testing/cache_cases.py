@@ -170,7 +170,8 @@ def _load(
 def load_output(maker: Maker, layout: KVCacheFormat, total_k: int, kind: str) -> torch.Tensor | KVCacheTensors:
     """An `out` of a load: "plain" of exactly total_k rows, "rows" a slice of a wider buffer, "misaligned" at odd places."""
     extra, skip, pad = {"plain": (0, 0, 0), "rows": (3, 16, 16), "misaligned": (2, 1, 1)}[kind]
-    dtype, width = (DATA_DTYPES[layout.quantized_dtype], layout.data_bytes) if layout.is_index else (torch.bfloat16, layout.elements)
+    dtype = DATA_DTYPES[layout.quantized_dtype] if layout.is_index else torch.bfloat16
+    width = layout.data_bytes if layout.is_index else layout.elements
     shape = (total_k + extra, 1, width) if kind == "misaligned" else (total_k + extra, width)
     kv = maker.output("out", shape, dtype, row_stride=width + pad, skip=skip)
     if not layout.is_index:
@@ -228,6 +229,7 @@ def _slots(layout: KVCacheFormat, size: int, shape: Shape, blocks: int | None = 
 
 def _no_slots(layout: KVCacheFormat, size: int) -> Callable[[Maker], dict[str, Any]]:
     def make(maker: Maker) -> dict[str, Any]:
-        return {"kv_cache": maker.cache(layout, 2, size), "slots": maker.place("slots", np.empty((2, 0), np.int64)), "layout": layout}
+        slots = maker.place("slots", np.empty((2, 0), np.int64))
+        return {"kv_cache": maker.cache(layout, 2, size), "slots": slots, "layout": layout}
 
     return make

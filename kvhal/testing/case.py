@@ -44,6 +44,7 @@ class Case:
         stages: stages of a fused store.
         quick: part of the quick profile.
         repeats: several tokens share a slot, and any of them may win.
+        seed: another one makes a case of the same kind with other random choices.
     """
 
     op: Op
@@ -54,11 +55,13 @@ class Case:
     stages: tuple[str, ...] = ()
     quick: bool = True
     repeats: bool = False
+    seed: int = 0
 
     @property
     def id(self) -> str:
-        """Unique name, also the seed."""
-        return "-".join([self.op.value, *([format_name(self.layout)] if self.layout else []), self.name])
+        """Unique name; everything random in the case follows from it."""
+        seed = f"#{self.seed}" if self.seed else ""
+        return "-".join([self.op.value, *([format_name(self.layout)] if self.layout else []), self.name]) + seed
 
     def build(self, device: torch.device | str = "cpu") -> Call:
         """A fresh call on its own buffers; every build of a case has the same bytes."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -183,8 +184,9 @@ def _compare_buffers(
         if buffer.written:
             outside = np.ones(untouched.size, bool)
             outside[buffer.begin : buffer.end] = False
+            where = _at(buffer.where, outside)
             for who, values in (("", have_bytes), (" (of the reference)", need_bytes)):
-                found.append(differ(f"guards of {name}{who}", values[name][outside], untouched[outside], _at(buffer.where, outside)))
+                found.append(differ(f"guards of {name}{who}", values[name][outside], untouched[outside], where))
             found.append(differ(name, have_bytes[name], need_bytes[name], buffer.where))
         else:
             found.append(differ(f"{name}, an input", have_bytes[name], untouched, buffer.where))
@@ -215,13 +217,18 @@ def _compare_results(have: Call, result: Any, wanted: Any) -> list[Difference | 
         if facts[0] != facts[1]:
             found.append(f"{name}: has {facts[0]}, needs {facts[1]}")
             continue
-        row = max(1, yours.shape[-1] * yours.element_size()) if yours.dim() > 1 else yours.element_size()
-        difference = differ(name, tensor_bytes(mine), tensor_bytes(yours), lambda at, row=row: f"row {at // row} byte {at % row}")  # type: ignore[misc]
+        where = partial(_row_of, yours)
+        difference = differ(name, tensor_bytes(mine), tensor_bytes(yours), where)
         found += [difference] if difference else []
     out = have.arguments.get("out")
     if out is not None and [t.data_ptr() for t in _tensors(result)] != [t.data_ptr() for t in _tensors(out)]:
         found.append("the call returned other tensors than `out`")
     return found
+
+
+def _row_of(tensor: torch.Tensor, at: int) -> str:
+    row = tensor.element_size() * (tensor.shape[-1] if tensor.dim() > 1 else 1)
+    return f"row {at // row} byte {at % row}"
 
 
 def _digest(buffers: dict[str, np.ndarray], result: Any) -> str:

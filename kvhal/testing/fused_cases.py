@@ -70,7 +70,8 @@ def fused_cases(layout: KVCacheFormat) -> list[Case]:
         if what.hadamard and not power:
             continue
         size = second if number % 4 == 3 else first
-        found.append(Case(Op.FUSED_STORE, layout, f"{name}-b{size}", _make(layout, size, what), size if what.store else None, what.stages))
+        known = size if what.store else None
+        found.append(Case(Op.FUSED_STORE, layout, f"{name}-b{size}", _make(layout, size, what), known, what.stages))
     return found
 
 

@@ -43,22 +43,26 @@ def _convert(size: int, batch: int, queries: int, width: int, table: int, stride
         _sprinkle(rng, tables, [-1, -7, INT32_MIN, INT32_MAX, INT32_MAX // size, INT32_MAX // size + 1, 2**31 // size - 1])
         lens = rng.integers(0, width + 1, (batch, queries))
         _sprinkle(rng, lens, [width, INT32_MAX, 0, -3, INT32_MIN])
-        topk, tables, lens = (np.clip(a, INT32_MIN, INT32_MAX).astype(np.int32) for a in (topk, tables, lens))
         steps = ((width + 5) * queries + 7, width + 5, 1) if strided else None
         return {
-            "topk_idxs": maker.place("topk_idxs", topk, strides=steps, skip=3 if strided else 0, written=True),
-            "block_tables": maker.place("block_tables", tables, row_stride=table + 3 if strided else None, skip=int(strided)),
-            "context_lens": maker.place("context_lens", lens, strides=(1, batch) if strided else None),
+            "topk_idxs": maker.place("topk_idxs", _narrow(topk), strides=steps, skip=3 if strided else 0, written=True),
+            "block_tables": maker.place("block_tables", _narrow(tables), row_stride=table + 3 if strided else None),
+            "context_lens": maker.place("context_lens", _narrow(lens), strides=(1, batch) if strided else None),
             "block_size": size,
         }
 
     return make
 
 
-def _sprinkle(rng: np.random.Generator, values: np.ndarray, bad: list[int]) -> None:
+def _narrow(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    narrow: np.ndarray[Any, Any] = np.clip(values, INT32_MIN, INT32_MAX).astype(np.int32)
+    return narrow
+
+
+def _sprinkle(rng: np.random.Generator, values: np.ndarray[Any, Any], bad: list[int]) -> None:
     """Puts each bad value somewhere, about a third of all places at most."""
     flat = values.reshape(-1)
-    places = rng.permutation(flat.size)[: max(1, flat.size // 3)] if flat.size else []
+    places = rng.permutation(flat.size)[: flat.size // 3 + 1]
     for place, value in zip(places, bad * (1 + flat.size // len(bad)), strict=False):
         flat[place] = value
 
@@ -119,8 +123,8 @@ def _expand(rows: int, width: int, *, out: bool) -> Make:
     def make(maker: Maker) -> dict[str, Any]:
         half = max(width // 2, 1)
         pivots = np.stack([maker.rng.integers(0, high, rows) for high in (9000, half, 9000, half + 2)], axis=1)
-        bad = [(5, -3, 7, 4), (-4, 3, -9, 3), (1, INT32_MAX, 2, INT32_MAX), (3, INT32_MIN, 8, INT32_MIN), (INT32_MAX - 1, 4, 0, 2)]
-        bad += [(2, width, 3, width), (0, 0, 0, 0)]
+        bad = [(5, -3, 7, 4), (-4, 3, -9, 3), (1, INT32_MAX, 2, INT32_MAX), (3, INT32_MIN, 8, INT32_MIN)]
+        bad += [(INT32_MAX - 1, 4, 0, 2), (2, width, 3, width), (0, 0, 0, 0)]
         for row, values in zip(range(1, rows), bad, strict=False):
             pivots[row] = values
         return {

@@ -64,7 +64,8 @@ def _cell(backend: Backend, op: Op, layout: KVCacheFormat | None, platform: Plat
 
 def rows_of(text: str) -> Iterable[tuple[str, str, str, dict[str, str]]]:
     """(backend, operation, format, column -> cell) for every row of a rendered matrix."""
-    backend, columns = "", []
+    backend = ""
+    columns: list[str] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("## "):
