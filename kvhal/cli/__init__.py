@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvhal.cli import demo, doctor, explain, formats
+from kvhal.cli import demo, doctor, explain, formats, parity
 from kvhal.cli.console import EXIT_NO, EXIT_USAGE, CommandError, report_error
 from kvhal.errors import KVHalError, UnsupportedError
 
@@ -17,6 +17,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "formats": formats.command,
     "explain": explain.command,
     "demo": demo.command,
+    "parity": parity.command,
 }
 
 
