@@ -1,5 +1,171 @@
-"""`kvhal demo`"""
+"""`kvhal demo`: the main job on real data, checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress, TaskID
+
+from kvhal.cli.console import (
+    EXIT_NO,
+    CommandError,
+    JsonOption,
+    parse_device,
+    print_json,
+    print_lines,
+    print_table,
+    progress,
+)
+from kvhal.config import check_name
+from kvhal.demo_rows import REFERENCE, RowsResult, real_cases, run_case
+
+if TYPE_CHECKING:
+    from kvhal.demo_engine import EngineResult
+
+PROMPT_BYTES = 1024
 
 
-def command() -> None:
-    """x"""
+def command(
+    backend: Annotated[str | None, typer.Option(help="Test this backend.  [default: whichever a call gets]")] = None,
+    device: Annotated[str, typer.Option(help="Where it works.")] = "cpu",
+    simulate: Annotated[bool, typer.Option("--simulate", help="It may use its functional simulator.")] = False,
+    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens a block.")] = 64,
+    text: Annotated[Path | None, typer.Option(help="A text for the engine.  [default: kvhal's README]")] = None,
+    json: JsonOption = False,
+) -> None:
+    """A real model's rows through every format, then an engine on a real text; exit code 1 when anything differs."""
+    start = time.perf_counter()
+    where = parse_device(device)
+    if backend is not None:
+        check_name("--backend", backend)
+    elif simulate:
+        raise CommandError("--simulate: needs --backend, the backend whose simulator to use")
+    prompt = _read(text)
+    with progress() as bars:
+        rows = _run_rows(where, block_size, backend, simulate, bars)
+        engine = _run_engine(prompt, where, backend, simulate, bars)
+    report = _Report(where, block_size, rows, engine, time.perf_counter() - start)
+    if json:
+        print_json(_facts(report))
+    else:
+        _show(report)
+    if not report.passed:
+        raise typer.Exit(EXIT_NO)
+
+
+@dataclass(frozen=True)
+class _Report:
+    device: torch.device
+    block_size: int
+    rows: list[RowsResult]
+    engine: EngineResult
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Something ran, and all that ran is right; a format that the backend refuses is no failure."""
+        ran = [row for row in self.rows if row.refused is None]
+        return bool(ran) and all(row.bytes_equal for row in ran) and bool(self.engine.logits_equal)
+
+
+def _read(path: Path | None) -> bytes:
+    from kvhal.demo_engine import readme
+
+    try:
+        text = readme() if path is None else path.read_bytes()
+    except OSError as error:
+        raise CommandError(f"--text: {error.strerror or error}" + (f": {path}" if path else "")) from error
+    return text[:PROMPT_BYTES]
+
+
+def _run_rows(
+    device: torch.device, block_size: int, backend: str | None, simulate: bool, bars: Progress
+) -> list[RowsResult]:
+    cases = real_cases()
+    task = bars.add_task("rows", total=len(cases))
+    results = []
+    for case in cases:
+        bars.update(task, description=f"rows: {case.name}")
+        results.append(run_case(case, device, block_size, backend, simulate))
+        bars.advance(task)
+    return results
+
+
+def _run_engine(
+    prompt: bytes, device: torch.device, backend: str | None, simulate: bool, bars: Progress
+) -> EngineResult:
+    from kvhal.demo_engine import run_engine
+
+    return run_engine(prompt, device, backend, simulate, _reporter(bars))
+
+
+def _reporter(bars: Progress) -> Callable[[str, int, int], None]:
+    """Turns (what, done, of how many) into one bar for each thing that is done."""
+    tasks: dict[str, TaskID] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bars.add_task(f"engine: {what}", total=total)
+        bars.update(tasks[what], completed=done)
+
+    return report
+
+
+def _facts(report: _Report) -> dict[str, Any]:
+    return {
+        "passed": report.passed,
+        "device": str(report.device),
+        "block_size": report.block_size,
+        "seconds": round(report.seconds, 3),
+        "rows": [asdict(row) for row in report.rows],
+        "engine": {**asdict(report.engine), "output": report.engine.output.hex()},
+    }
+
+
+def _show(report: _Report) -> None:
+    print_table(
+        f"Rows of a real model, stored in shuffled blocks of {report.block_size} on {report.device}, loaded by plan",
+        ("format", "rows", "bytes/token", "of bf16", "SNR", "backend", "bytes as the reference's"),
+        [_cells(row) for row in report.rows],
+        right=("bytes/token", "of bf16", "SNR"),
+    )
+    for refused in dict.fromkeys(row.refused for row in report.rows if row.refused):
+        print_lines(*refused.splitlines())
+    if any(row.backend == REFERENCE for row in report.rows):
+        print_lines(f"{REFERENCE} is the reference: here it was compared with itself.", "")
+    _show_engine(report.engine)
+    print_lines("", f"{'passed' if report.passed else 'FAILED'} in {report.seconds:.1f} s")
+
+
+def _cells(row: RowsResult) -> tuple[str, ...]:
+    facts = (row.name, f"{row.tokens} x {row.source}", str(row.bytes_per_token), f"{1 / row.compression:.1%}")
+    if row.refused is not None:
+        return (*facts, "", "refused", "")
+    snr = "exact" if row.snr_db is None else f"{row.snr_db:.1f} dB"
+    backend = f"{row.backend} (simulated)" if row.simulated else str(row.backend)
+    return (*facts, snr, backend, "yes, all" if row.bytes_equal else "NO")
+
+
+def _show_engine(engine: EngineResult) -> None:
+    formats = ", ".join(f"{name} in {value}" for name, value in engine.formats.items())
+    chunks = -(-engine.prompt_tokens // engine.chunk_size)
+    print_lines(
+        f"Engine: {engine.prompt_tokens} tokens of text in {chunks} chunks, then {engine.new_tokens} decoded",
+        f"  records: {formats}",
+    )
+    if engine.refused is not None:
+        print_lines(*(f"  {line}" for line in engine.refused.splitlines()))
+        return
+    equal = "equal, bit for bit" if engine.logits_equal else "DIFFERENT"
+    print_lines(
+        f"  logits of the {engine.new_tokens} tokens, with caches and recomputed without any: {equal}",
+        f"  next byte as with unquantised records: {engine.same_choice_unquantised} of {engine.new_tokens} "
+        f"(logits up to {engine.max_logit:.2f} differ by at most {engine.max_logit_error:.2f})",
+        f"  decoded (weights are from a seed, the bytes mean nothing): {engine.output.hex()}",
+    )
