@@ -1,0 +1,167 @@
+"""Index operations: one thread an entry, one row of thread blocks a table row; nothing here depends on a record format."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kvhal.backends.cuda_tilelang.build import Kernel, kernel
+from kvhal.interface import Launcher, Request
+
+THREADS = 128
+INT32_MAX = 2**31 - 1
+
+
+def bind_convert_index(request: Request) -> Launcher:
+    """``launch(topk, block_tables, context_lens, block_size)``, see `kvhal.interface`."""
+    run = _lazily(convert_kernel, request)
+
+    def launch(topk: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int) -> None:
+        run(topk.device)(topk, block_tables, context_lens, block_size)
+
+    return launch
+
+
+def bind_index_cat(request: Request) -> Launcher:
+    """``launch(left, right, base, out)``, see `kvhal.interface`."""
+    run = _lazily(cat_kernel, request)
+
+    def launch(left: torch.Tensor, right: torch.Tensor, base: int, out: torch.Tensor) -> None:
+        run(out.device)(left, right, base, out)
+
+    return launch
+
+
+def bind_expand_swa_index(request: Request) -> Launcher:
+    """``launch(pivots, out)``, see `kvhal.interface`."""
+    run = _lazily(expand_kernel, request)
+
+    def launch(pivots: torch.Tensor, out: torch.Tensor) -> None:
+        run(out.device)(pivots, out)
+
+    return launch
+
+
+def bind_decode_swa_index(request: Request) -> Launcher:
+    """``launch(offset_len, swa_block_size, out)``, see `kvhal.interface`."""
+    run = _lazily(window_kernel, request)
+
+    def launch(offset_len: torch.Tensor, swa_block_size: int, out: torch.Tensor) -> None:
+        run(out.device)(offset_len, swa_block_size, out)
+
+    return launch
+
+
+def _lazily(factory: Callable[..., Any], request: Request) -> Callable[[torch.device], Kernel]:
+    """The kernel of a factory without arguments, built on the first call."""
+    built: list[Kernel] = []
+
+    def get(device: torch.device) -> Kernel:
+        if not built:
+            built.append(kernel(factory, platform=request.platform, device=device))
+        return built[0]
+
+    return get
+
+
+def table(rows: Any, width: Any, name: str) -> Any:
+    """An int32 table parameter; both strides are free, since torch leaves those of a single column or row open."""
+    strides = (T.dynamic(f"{name}_stride", "int64"), T.dynamic(f"{name}_step", "int64"))
+    return T.StridedTensor((rows, width), strides, "int32")
+
+
+def convert_kernel() -> Any:
+    batch, queries, k, width = T.dynamic("batch"), T.dynamic("queries"), T.dynamic("k"), T.dynamic("width")
+    batch_stride, query_stride = T.dynamic("batch_stride", "int64"), T.dynamic("query_stride", "int64")
+    step = T.dynamic("step", "int64")
+
+    @T.prim_func
+    def convert(
+        topk: T.StridedTensor((batch, queries, k), (batch_stride, query_stride, step), "int32"),
+        block_tables: table(batch, width, "tables"),
+        context_lens: table(batch, queries, "lens"),
+        block_size: T.int32,
+    ):
+        with T.Kernel(batch * queries, T.ceildiv(k, THREADS), threads=THREADS) as (row, part):
+            T.pdl_sync()
+            sequence, query = T.truncdiv(row, queries), T.truncmod(row, queries)
+            column = part * THREADS + T.get_thread_binding()
+            if column < k:
+                slot = T.alloc_var("int32", init=-1)
+                index = T.alloc_var("int32", init=topk[sequence, query, column])
+                if (column < context_lens[sequence, query]) & (index >= 0):
+                    page = T.truncdiv(index, block_size)
+                    if page < width:
+                        block = T.alloc_var("int64", init=T.cast(block_tables[sequence, page], "int64"))
+                        wide = block * block_size + T.truncmod(index, block_size)
+                        if (block >= 0) & (wide <= INT32_MAX):
+                            slot = T.cast(wide, "int32")
+                topk[sequence, query, column] = slot
+
+    return convert
+
+
+def cat_kernel() -> Any:
+    rows, width = T.dynamic("rows"), T.dynamic("width")
+    left_width, right_width = T.dynamic("left_width"), T.dynamic("right_width")
+
+    @T.prim_func
+    def cat(
+        left: table(rows, left_width, "left"),
+        right: table(rows, right_width, "right"),
+        base: T.int32,
+        out: table(rows, width, "out"),
+    ):
+        with T.Kernel(rows, T.ceildiv(width, THREADS), threads=THREADS) as (row, part):
+            T.pdl_sync()
+            column = part * THREADS + T.get_thread_binding()
+            if column < left_width:
+                out[row, column] = left[row, column]
+            elif column < width:
+                index = T.alloc_var("int32", init=right[row, column - left_width])
+                moved = T.cast(T.cast(index, "int64") + base, "int32")
+                out[row, column] = T.if_then_else(index < 0, -1, moved)
+            T.pdl_trigger()
+
+    return cat
+
+
+def expand_kernel() -> Any:
+    n, width = T.dynamic("n"), T.dynamic("width")
+
+    @T.prim_func
+    def expand(pivots: T.Tensor((n, 4), "int32"), out: table(n, width, "out")):
+        with T.Kernel(n, T.ceildiv(width, THREADS), threads=THREADS) as (row, part):
+            T.pdl_sync()
+            column = part * THREADS + T.get_thread_binding()
+            if column < width:
+                first = T.max(pivots[row, 1], 0)
+                value = T.alloc_var("int64", init=-1)
+                if column < first:
+                    value = T.cast(pivots[row, 0], "int64") + column
+                elif column - first < pivots[row, 3]:
+                    value = T.cast(pivots[row, 2], "int64") + (column - first)
+                out[row, column] = T.cast(value, "int32")
+
+    return expand
+
+
+def window_kernel() -> Any:
+    n, width = T.dynamic("n"), T.dynamic("width")
+
+    @T.prim_func
+    def window(offset_len: T.Tensor((n, 2), "int32"), block_size: T.int32, out: table(n, width, "out")):
+        with T.Kernel(n, T.ceildiv(width, THREADS), threads=THREADS) as (row, part):
+            T.pdl_sync()
+            column = part * THREADS + T.get_thread_binding()
+            if column < width:
+                start = T.alloc_var("int32", init=offset_len[row, 0])
+                value = T.alloc_var("int64", init=-1)
+                if (start >= 0) & (column < offset_len[row, 1]):
+                    inside = T.truncmod(start, block_size)
+                    turned = T.truncmod(T.cast(inside, "uint32") + T.cast(column, "uint32"), T.cast(block_size, "uint32"))
+                    value = T.cast(start - inside, "int64") + T.cast(turned, "int64")
+                out[row, column] = T.cast(value, "int32")
+
+    return window

@@ -1,0 +1,281 @@
+"""Loads: runs of records into rows (dequantised, or raw for index layouts), and single records by slot."""
+
+import math
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kvhal.backends.cuda_tilelang.build import (
+    ITEM_ALIGNMENT,
+    ROW_ALIGNMENT,
+    SLOT_DTYPES,
+    Kernel,
+    aligned,
+    cache_argument,
+    call,
+    kernel,
+)
+from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets, source
+from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
+from kvhal.interface import Launcher, Request
+from kvhal.layout import CacheGeometry, cache_geometry, sf_output
+
+TOKENS = 4  #: rounds of tokens a warp
+WARPS = 4  #: a thread block
+RAW_TILE = 64  #: rows of an index layout that a thread block copies
+RAW_THREADS = 128
+
+
+def bind_load(request: Request) -> Launcher:
+    """``launch(cache, segments, total_k, out, out_sf)``, see `kvhal.interface`."""
+    layout, block_size = request.layout, request.block_size
+    built: dict[bool, Kernel] = {}
+    factory = raw_kernel if layout.is_index else load_kernel
+
+    def launch(
+        cache: torch.Tensor, segments: torch.Tensor, total_k: int, out: torch.Tensor, out_sf: torch.Tensor | None
+    ) -> None:
+        wide = aligned(out)
+        run = built.get(wide)
+        if run is None:
+            alignment = ROW_ALIGNMENT if wide else out.element_size()
+            run = built[wide] = kernel(factory, layout, block_size, alignment, platform=request.platform, device=out.device)
+        if out_sf is None:
+            run(cache, segments, total_k, out)
+        else:
+            run(cache, segments, total_k, out, out_sf)
+
+    return launch
+
+
+def bind_load_slots(request: Request) -> Launcher:
+    """``launch(cache, slots, out)``, see `kvhal.interface`."""
+    layout, block_size = request.layout, request.block_size
+    built: dict[tuple[torch.dtype, bool], Kernel] = {}
+
+    def launch(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+        key = (slots.dtype, aligned(out))
+        run = built.get(key)
+        if run is None:
+            arguments = (layout, block_size, SLOT_DTYPES[key[0]], ROW_ALIGNMENT if key[1] else ITEM_ALIGNMENT)
+            run = built[key] = kernel(slots_kernel, *arguments, platform=request.platform, device=out.device)
+        run(cache, slots, out)
+
+    return launch
+
+
+def record_reader(geometry: CacheGeometry) -> tuple[Any, Any]:
+    """Macros on one octet of a valid token: read its data and scale into registers, and write it out as bf16."""
+    layout, octets = geometry.layout, Octets.of(geometry.layout)
+    if layout.quantized_dtype is None:
+
+        @T.macro
+        def get_copied(cache, block, token, octet, data, sf):
+            call("kv::get_data", T.address_of(data), T.address_of(cache[block, 0, 0, token * layout.elements + octet * OCTET]))
+
+        @T.macro
+        def put_copied(out, row, octet, data, sf):
+            call("kv::put_row", T.address_of(out[row, octet * OCTET]), T.address_of(data))
+
+        return get_copied, put_copied
+
+    sf_bytes = SF_ITEM_BYTES[str(layout.sf_format)]
+
+    @T.macro
+    def get_record(cache, block, token, octet, data, sf):
+        byte = token * geometry.data_token_stride + octet * octets.data_bytes
+        call("kv::get_data", T.address_of(data), T.address_of(cache[block, 0, 0, byte]))
+        byte = geometry.sf_offset + token * geometry.sf_token_stride + octet // octets.group * sf_bytes
+        call("kv::get_scale", T.address_of(sf), T.address_of(cache[block, 0, 0, byte]))
+
+    @T.macro
+    def put_decoded(out, row, octet, data, sf):
+        call("kv::decode_row", T.address_of(out[row, octet * OCTET]), T.address_of(data), sf)
+
+    return get_record, put_decoded
+
+
+def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, tokens: int = TOKENS, warps: int = WARPS) -> Any:
+    """A thread block copies a tile of a segment's rows; the octets of its rows lie side by side on the lanes.
+
+    Args:
+        layout, block_size: what is static of the cache.
+        alignment: bytes that divide every output row's address, ROW_ALIGNMENT or ITEM_ALIGNMENT.
+        tokens, warps: see TOKENS and WARPS.
+    """
+    geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
+    rounds, lanes, side = octets.rounds, octets.lanes, octets.tokens_a_warp
+    tile = tokens * side * warps
+    tiles, words = -(-block_size // tile), octets.data_words
+    blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
+    segment_count, rows, out_stride = T.dynamic("segment_count"), T.dynamic("rows", "int64"), T.dynamic("out_stride", "int64")
+    get_record, put_record = record_reader(geometry)
+
+    @T.prim_func
+    def load(
+        cache: cache_argument(geometry, blocks, block_stride),
+        segments: T.Tensor((segment_count, 4), "int32"),
+        total_k: T.int64,
+        out: T.StridedTensor((rows, layout.elements), (out_stride, 1), "bfloat16"),
+    ):
+        with T.Kernel(segment_count * tiles, threads=WARP * warps, prelude=source(geometry, alignment)) as program:
+            data = T.alloc_local((tokens * rounds * words,), "uint32")
+            sf = T.alloc_local((tokens * rounds,), "uint32")
+            thread = T.get_thread_binding()
+            lane = thread % lanes
+            T.pdl_sync()
+            block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
+            mine = first + thread // WARP * (tokens * side) + thread % WARP // lanes
+            for i in T.unroll(tokens):
+                for h in T.unroll(rounds):
+                    octet = h * lanes + lane
+                    at = i * rounds + h
+                    sf[at] = T.uint32(0)
+                    for w in T.unroll(words):
+                        data[at * words + w] = T.uint32(0)
+                    if (mine + i * side < last) & (octet < octets.count) & (block >= 0) & (block < blocks):
+                        get_record(cache, block, mine + i * side, octet, data[at * words], sf[at])
+            for i in T.unroll(tokens):
+                for h in T.unroll(rounds):
+                    octet = h * lanes + lane
+                    at = i * rounds + h
+                    if (mine + i * side < last) & (octet < octets.count):
+                        put_record(out, shift + mine + i * side, octet, data[at * words], sf[at])
+
+    return load
+
+
+@T.macro
+def covered_rows(segments, index, skip, block_size, total_k):
+    """``(block, shift, first, last)`` of a segment: its rows [first + skip, last) exist in the block and in the output, where
+    row t goes to ``shift + t``; 64 bits where the metadata could overflow 32."""
+    block = T.alloc_var("int64", init=T.cast(segments[index, 0], "int64"))
+    shift = T.alloc_var("int64", init=T.cast(segments[index, 3], "int64") - T.cast(segments[index, 1], "int64"))
+    begin = T.max(T.cast(segments[index, 1], "int64"), T.max(-shift, T.int64(0)))
+    end = T.max(T.min(T.cast(segments[index, 2], "int64"), total_k - shift), T.int64(0))
+    first = T.alloc_var("int32", init=T.cast(T.min(begin, T.int64(block_size)), "int32") + skip)
+    last = T.alloc_var("int32", init=T.cast(T.min(end, T.int64(block_size)), "int32"))
+    return block, shift, first, last
+
+
+def slots_kernel(
+    layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, tokens: int = TOKENS, warps: int = 1
+) -> Any:
+    """As `load_kernel`, each token's record found by its slot; a slot out of range reads as zeros."""
+    geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
+    rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
+    words = octets.data_words
+    n, out_stride = T.dynamic("n", "int64"), T.dynamic("out_stride", "int64")
+    blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
+    get_record, put_record = record_reader(geometry)
+
+    @T.prim_func
+    def load_slots(
+        cache: cache_argument(geometry, blocks, block_stride),
+        slots: T.Tensor((n,), slot_dtype),
+        out: T.StridedTensor((n, layout.elements), (out_stride, 1), "bfloat16"),
+    ):
+        with T.Kernel(T.ceildiv(n, step * warps), threads=WARP * warps, prelude=source(geometry, alignment)) as group:
+            data = T.alloc_local((tokens * rounds * words,), "uint32")
+            sf = T.alloc_local((tokens * rounds,), "uint32")
+            slot = T.alloc_local((tokens,), "int64")
+            thread = T.get_thread_binding()
+            lane = thread % lanes
+            first = T.cast(group * warps + thread // WARP, "int64") * step + thread % WARP // lanes
+            T.pdl_sync()
+            for i in T.unroll(tokens):
+                slot[i] = T.int64(-1)
+                if first + i * side < n:
+                    slot[i] = T.cast(slots[first + i * side], "int64")
+            for i in T.unroll(tokens):
+                for h in T.unroll(rounds):
+                    octet = h * lanes + lane
+                    at = i * rounds + h
+                    sf[at] = T.uint32(0)
+                    for w in T.unroll(words):
+                        data[at * words + w] = T.uint32(0)
+                    if (slot[i] >= 0) & (slot[i] < blocks * block_size) & (octet < octets.count):
+                        block = T.truncdiv(slot[i], T.int64(block_size))
+                        get_record(cache, block, slot[i] - block * block_size, octet, data[at * words], sf[at])
+            for i in T.unroll(tokens):
+                for h in T.unroll(rounds):
+                    octet = h * lanes + lane
+                    at = i * rounds + h
+                    if (first + i * side < n) & (octet < octets.count):
+                        put_record(out, first + i * side, octet, data[at * words], sf[at])
+
+    return load_slots
+
+
+def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, tile: int = RAW_TILE, threads: int = RAW_THREADS) -> Any:
+    """The load of an index layout: bytes as they are, data in chunks that lie side by side on the threads.
+
+    Args:
+        layout, block_size: what is static of the cache.
+        alignment: bytes that divide every output row's address.
+        tile: rows a thread block copies.
+        threads: of a thread block.
+    """
+    geometry = cache_geometry(layout, block_size)
+    chunk = math.gcd(ROW_ALIGNMENT, layout.data_bytes, geometry.token_alignment)
+    get, put = f"kv::get<{chunk}, {chunk}>", f"kv::put<{chunk}, {min(chunk, alignment)}>"
+    sf_dtype, sf_trailing = sf_output(layout)
+    sf_put = f"kv::put<{layout.sf_bytes}, {math.gcd(ROW_ALIGNMENT, layout.sf_bytes, sf_dtype.itemsize)}>"
+    sf_get = (
+        f"kv::get<{layout.sf_bytes}, {math.gcd(ROW_ALIGNMENT, layout.sf_bytes, geometry.sf_offset, geometry.sf_token_stride)}>"
+    )
+    chunks, squeezed = layout.data_bytes // chunk, not sf_trailing
+    tiles, steps, words, sf_words = (
+        -(-block_size // tile),
+        -(-tile * chunks // threads),
+        -(-chunk // 4),
+        -(-layout.sf_bytes // 4),
+    )
+    blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
+    segment_count, rows, out_stride = T.dynamic("segment_count"), T.dynamic("rows", "int64"), T.dynamic("out_stride", "int64")
+    sf_rows, sf_stride = T.dynamic("sf_rows", "int64"), T.dynamic("sf_stride", "int64")
+    item = {torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8", torch.float8_e4m3fn: "float8_e4m3fn"}[
+        sf_dtype
+    ]
+    data_type = "float8_e4m3fn" if layout.quantized_dtype == "e4m3" else "int8"
+
+    @T.prim_func
+    def load_raw(
+        cache: cache_argument(geometry, blocks, block_stride),
+        segments: T.Tensor((segment_count, 4), "int32"),
+        total_k: T.int64,
+        out: T.StridedTensor((rows, layout.data_bytes), (out_stride, 1), data_type),
+        out_sf: T.StridedTensor((sf_rows, *sf_trailing), (sf_stride, 1)[: 1 + len(sf_trailing)], item),
+    ):
+        with T.Kernel(segment_count * tiles, threads=threads, prelude=source(geometry, alignment)) as program:
+            data = T.alloc_local((steps * words,), "uint32")
+            sf = T.alloc_local((sf_words,), "uint32")
+            thread = T.get_thread_binding()
+            T.pdl_sync()
+            block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
+            valid = (block >= 0) & (block < blocks)
+            for i in T.unroll(steps):
+                piece = i * threads + thread
+                for w in T.unroll(words):
+                    data[i * words + w] = T.uint32(0)
+                if (first + piece // chunks < last) & (piece < tile * chunks) & valid:
+                    byte = T.cast(first + piece // chunks, "int64") * geometry.data_token_stride + piece % chunks * chunk
+                    call(get, T.address_of(data[i * words]), T.address_of(cache[block, 0, 0, byte]))
+            for w in T.unroll(sf_words):
+                sf[w] = T.uint32(0)
+            if (thread < tile) & (first + thread < last):
+                if valid:
+                    byte = geometry.sf_offset + T.cast(first + thread, "int64") * geometry.sf_token_stride
+                    call(sf_get, T.address_of(sf[0]), T.address_of(cache[block, 0, 0, byte]))
+                if squeezed:
+                    call(sf_put, T.address_of(out_sf[shift + first + thread]), T.address_of(sf[0]))
+                else:
+                    call(sf_put, T.address_of(out_sf[shift + first + thread, 0]), T.address_of(sf[0]))
+            for i in T.unroll(steps):
+                piece = i * threads + thread
+                row = first + piece // chunks
+                if (row < last) & (piece < tile * chunks):
+                    call(put, T.address_of(out[shift + row, piece % chunks * chunk]), T.address_of(data[i * words]))
+
+    return load_raw
