@@ -127,7 +127,7 @@ def load_paged_kv_cache(
     total_k = check_int("total_k", total_k, 0)
     result = new_load_output(geometry.layout, total_k, device) if out is None else _as_pair(out, geometry.layout)
     kv, sf = _load_rows(result, geometry.layout, total_k)
-    check_same_device(device, "kv_cache", load_segments=load_segments, out=kv, sf=sf)
+    check_same_device(device, "kv_cache", load_segments=load_segments, out=kv, **{"out.sf": sf})
     if load_segments.shape[0] == 0 or total_k == 0:
         return result
     scope = current()

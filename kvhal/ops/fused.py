@@ -119,18 +119,13 @@ def _layout(kv: torch.Tensor, cast: CastArgs, out: KVCacheOutArgs | None) -> tup
 
 def _record(cast: CastArgs, elements: int) -> KVCacheFormat:
     """A record of `elements` as cast_args spells it; its scales follow its data, since no cache says otherwise."""
-    if cast.fmt is None:
-        return KVCacheFormat(None, 0, cast.num_per_channels, elements, False, cast.sf_format, "cast_args")
-    return KVCacheFormat(
-        cast.fmt,
-        elements,
-        cast.num_per_channels,
-        0,
-        True,
-        cast.sf_format,
-        "cast_args",
-        token_interleaved=True,
-    )
+    group, scale = cast.num_per_channels, cast.sf_format
+    try:
+        if cast.fmt is None:
+            return KVCacheFormat(None, 0, group, elements, False, scale, "cast_args")
+        return KVCacheFormat(cast.fmt, elements, group, 0, True, scale, "cast_args", token_interleaved=True)
+    except ValueError as error:
+        raise ValueError(f"cast_args: {error}") from error
 
 
 def _check_norm(norm: NormArgs, elements: int, device: torch.device) -> NormArgs:

@@ -86,9 +86,7 @@ def _values(layout: KVCacheFormat, size: int) -> Callable[[Maker], dict[str, Any
 def _hostile_store(layout: KVCacheFormat, size: int, shape: Shape) -> Callable[[Maker], dict[str, Any]]:
     def make(maker: Maker) -> dict[str, Any]:
         blocks = blocks_for(12, size)
-        cache = maker.cache(
-            layout, blocks, size, written=True, skip_blocks=shape.skip_blocks, stretch=shape.stretch
-        )
+        cache = maker.cache(layout, blocks, size, written=True, skip_blocks=shape.skip_blocks, stretch=shape.stretch)
         slots = metadata.slots(maker.rng, blocks * size, 12, shape.wide, unique=True)
         rows = adversarial_rows(maker.rng, len(slots), layout)
         stride = None if shape.row_stride is None else layout.elements + shape.row_stride

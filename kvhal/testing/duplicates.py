@@ -12,9 +12,7 @@ from kvhal.layout import cache_geometry
 from kvhal.testing.case import Call, Case
 
 
-def accept_any_writer(
-    case: Case, perform: Callable[[Call], Any], have: np.ndarray, need: np.ndarray
-) -> list[str]:
+def accept_any_writer(case: Case, perform: Callable[[Call], Any], have: np.ndarray, need: np.ndarray) -> list[str]:
     """Checks the shared records in `have`, then copies them into `need`, so that a comparison of all bytes can follow.
 
     Args:

@@ -64,9 +64,7 @@ class Maker:
         first = skip_blocks * stride
         where = partial(locate_in_cache, geometry, num_blocks, first=first)
         size = first + num_blocks * stride
-        buffer = self._add(
-            allocate("kv_cache", size, self.device, salt=self._salt(), written=written, locate=where)
-        )
+        buffer = self._add(allocate("kv_cache", size, self.device, salt=self._salt(), written=written, locate=where))
         return cache_view(buffer.body().view(skip_blocks + num_blocks, stride)[skip_blocks:], block_size, layout)
 
     def place(

@@ -35,7 +35,5 @@ def oracle(call: Call) -> Any:
 def test_conforms(target: Target, case: Case, record_property: Any) -> None:
     record_property("cell", "/".join(cell(case, target)))
     own = target.backend == REFERENCE and target.device.type == "cpu"  # the reference cannot be held to itself
-    outcome = run_case(
-        target.backend, case, target.device, simulate=target.simulate, expected=oracle if own else None
-    )
+    outcome = run_case(target.backend, case, target.device, simulate=target.simulate, expected=oracle if own else None)
     outcome.check()
