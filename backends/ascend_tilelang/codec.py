@@ -5,6 +5,7 @@ division. Bit patterns are int32 values: `magnitude` is a bf16 without its sign.
 while a kernel is traced; `pinned` gives a value a name in the generated code where it would otherwise be repeated.
 """
 
+import struct
 from typing import Any
 
 from tilelang.ascend import language as T
@@ -24,7 +25,6 @@ from kvhal.formats import (
     FP32_INF,
     FP32_MAGNITUDE,
     FP32_MANTISSA_BITS,
-    FP32_SF_AMAX_FLOOR,
     MINIFLOAT_BIAS,
     MINIFLOAT_BITS,
     MINIFLOAT_MAX_CODE,
@@ -47,11 +47,16 @@ def choose(condition: Any, yes: Any, no: Any) -> Any:
 
 
 def fp32_of_bits(bits: Any) -> Any:
-    return T.reinterpret("float32", bits)
+    return T.reinterpret(bits, "float32")
 
 
 def bits_of_fp32(value: Any) -> Any:
-    return T.reinterpret("int32", value)
+    return T.reinterpret(value, "int32")
+
+
+def fp32_bits(value: float) -> int:
+    """Bits of a positive constant rounded to fp32."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def widened(bits: Any) -> Any:
@@ -143,51 +148,12 @@ def reciprocal_of_e4m3(code: Any) -> Any:
     """
     value = pinned(bits_of_fp32(decoded_fp32(code, "e4m3")))
     digit = pinned((value >> 20) & 7)
-    table = [_fp32_bits(8.0 / s) for s in range(8, 16)]
+    table = [fp32_bits(8.0 / s) for s in range(8, 16)]
     result = table[0]
     for index in range(1, 8):
         result = choose(digit == index, table[index], result)
     # 1 / (s/8 * 2**k) = (8/s) * 2**-k, with k = exponent field - 127
     return fp32_of_bits(result - ((value >> FP32_MANTISSA_BITS) - FP32_BIAS << FP32_MANTISSA_BITS))
-
-
-def _fp32_bits(value: float) -> int:
-    import struct
-
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
-
-
-def fp32_of_amax(amax: Any) -> Any:
-    """fp32 bits of the scale `max(amax, 1e-4) / 448`, correctly rounded by integer division.
-
-    448 is 7 * 2**6. For a normal amax `s * 2**k` with s in 128..255, `(s << 23) // 7` has 28 or 29 bits, of which 24 are
-    kept; the remainder decides nothing but ties, and a quotient by seven is never a tie.
-    """
-    floor = _fp32_bits(FP32_SF_AMAX_FLOOR)
-    lowest = _fp32_bits(FP32_SF_AMAX_FLOOR / E4M3_MAX)
-    significand = (amax & _MANTISSA) | _IMPLICIT
-    quotient = pinned(T.truncdiv(significand << 23, 7))
-    wide = pinned(choose(quotient >= 1 << 28, 5, 4))
-    rounded = pinned((quotient + (T.int32(1) << (wide - 1))) >> wide)
-    # amax = s * 2**(E - 134), quotient ~ s / 7 * 2**23, scale = quotient * 2**(E - 134 - 23 - 6)
-    exponent = (amax >> BF16_MANTISSA_BITS) - 163 + wide + 23 + FP32_BIAS
-    bits = ((exponent - 1) << FP32_MANTISSA_BITS) + rounded
-    return choose(T.cast(amax, "int32") << BF16_SHIFT > floor, bits, lowest)
-
-
-def reciprocal_of_fp32(bits: Any) -> Any:
-    """fp32 `1 / value` of a positive normal fp32 (int32 bits) whose reciprocal is normal, correctly rounded.
-
-    With the value `t * 2**(e - 150)`, t in [2**23, 2**24): `2**50 // t` has 27 or 28 bits, of which 24 are kept. Whether
-    the division was exact joins the lowest of the dropped bits; it cannot be mistaken for a tie, as at least three drop.
-    """
-    significand = pinned(T.cast((bits & ((1 << 23) - 1)) | (1 << 23), "int64"), "int64")
-    quotient = pinned(T.truncdiv(T.int64(1 << 50), significand), "int64")
-    inexact = choose(quotient * significand == T.int64(1 << 50), 0, 1)
-    wide = pinned(choose(quotient >= T.int64(1 << 27), 4, 3))
-    rounded = pinned(((T.cast(quotient, "int32") | inexact) + (T.int32(1) << (wide - 1))) >> wide)
-    exponent = 150 - 50 - (bits >> FP32_MANTISSA_BITS) + wide + 23 + FP32_BIAS
-    return fp32_of_bits(((exponent - 1) << FP32_MANTISSA_BITS) + rounded)
 
 
 def bf16_of_code(magnitude: Any, dtype: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from kvhal.errors import BackendFailure
@@ -16,11 +18,33 @@ SIMULATED_CORES = 3
 PASS_CONFIGS: dict[str, Any] = {"tl.disable_safe_memory_legalize": True}
 
 
-def compiler_of(request: Request) -> tuple[Callable[[Any], Callable[..., None]], int]:
-    """What compiles kernels for a request, and the number of cores to spread work over.
+@dataclass(frozen=True)
+class Compiler:
+    """What makes kernels for one kind of device.
+
+    Attributes:
+        build: from a TileLang function to a callable.
+        cores: vector cores to spread a launch over.
+    """
+
+    build: Callable[[Any], Callable[..., None]]
+    cores: int
+
+    def kernel(self, factory: Callable[..., Any], *constants: Any) -> Callable[..., None]:
+        """The kernel that `factory(*constants)` describes, built on first use in this process."""
+        return _kernel(self.build, factory, *constants)
+
+
+@cache
+def _kernel(build: Callable[[Any], Callable[..., None]], factory: Callable[..., Any], *constants: Any) -> Callable[..., None]:
+    return build(factory(*constants))
+
+
+def compiler_of(request: Request) -> Compiler:
+    """What compiles kernels for a request.
 
     Raises:
-        BackendFailure: the simulator, or the device's toolchain, is missing here; carries the reason.
+        BackendFailure: the simulator is missing here; carries the reason.
     """
     if request.platform.kind == "cpu":
         from kvhal.backends.ascend_tilelang import simulator
@@ -28,8 +52,8 @@ def compiler_of(request: Request) -> tuple[Callable[[Any], Callable[..., None]],
         why = simulator.why_unavailable()
         if why is not None:
             raise BackendFailure(Reason("simulator", why, "g++ and tilelang", "see docs/ascend.md"))
-        return _simulated, SIMULATED_CORES
-    return _native, _vector_cores()
+        return Compiler(_simulated, SIMULATED_CORES)
+    return Compiler(_native, _vector_cores())
 
 
 def _simulated(prim_func: Any) -> Callable[..., None]:
@@ -41,8 +65,10 @@ def _simulated(prim_func: Any) -> Callable[..., None]:
 def _native(prim_func: Any) -> Callable[..., None]:
     import tilelang
 
+    # A fused multiply-add rounds once where the specification rounds twice.
+    configs = {**PASS_CONFIGS, "tl.device_compile_flags": ["-ffp-contract=off"]}
     kernel: Callable[..., None] = tilelang.compile(
-        prim_func, target="ascend", execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS
+        prim_func, target="ascend", execution_backend="tvm_ffi", pass_configs=configs
     )
     return kernel
 

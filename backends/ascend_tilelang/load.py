@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from tilelang.ascend import language as T
 
 from kvhal.backends.ascend_tilelang.addressing import divided, item_of, slot_at, trips, wide
@@ -15,8 +16,18 @@ from kvhal.backends.ascend_tilelang.codec import (
     scaled_bf16,
     scaled_bf16_any,
 )
-from kvhal.backends.ascend_tilelang.compiling import THREADS
-from kvhal.backends.ascend_tilelang.record import Record
+from kvhal.backends.ascend_tilelang.compiling import THREADS, compiler_of
+from kvhal.backends.ascend_tilelang.raw import raw_load_kernel, raw_load_slots_kernel
+from kvhal.backends.ascend_tilelang.record import (
+    Record,
+    raw_load_views,
+    record_of,
+    record_views,
+    row_words,
+    slot_words,
+    unit_rows,
+)
+from kvhal.interface import Launcher, Request
 
 
 @T.macro
@@ -156,3 +167,49 @@ def load_slots_kernel(record: Record, words: bool) -> Any:
                         zero_group(out, row, record, group, words)
 
     return load_slots
+
+
+def bind_load(request: Request) -> Launcher:
+    """Launcher of LOAD; the contract is in `kvhal.interface`."""
+    compiler, layout = compiler_of(request), request.layout
+    if layout is None or layout.quantized_dtype is None or layout.is_index:
+
+        def launch_raw(
+            cache: torch.Tensor, segments: torch.Tensor, total_k: int, out: torch.Tensor, out_sf: torch.Tensor | None
+        ) -> None:
+            unit, views = raw_load_views(cache, layout, out[:total_k], None if out_sf is None else out_sf[:total_k])
+            compiler.kernel(raw_load_kernel, unit)(segments, *views, compiler.cores)
+
+        return launch_raw
+    record = record_of(layout)
+
+    def launch(
+        cache: torch.Tensor, segments: torch.Tensor, total_k: int, out: torch.Tensor, out_sf: torch.Tensor | None
+    ) -> None:
+        rows, words = row_words(out[:total_k], record.group)
+        data, sf = record_views(cache, layout, record.unit)
+        compiler.kernel(load_kernel, record, words)(segments, data, sf, rows, compiler.cores)
+
+    return launch
+
+
+def bind_load_slots(request: Request) -> Launcher:
+    """Launcher of LOAD_SLOTS; the contract is in `kvhal.interface`."""
+    compiler, layout = compiler_of(request), request.layout
+    if layout is None or layout.quantized_dtype is None:
+
+        def launch_raw(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+            unit, (data, rows) = unit_rows(cache[:, :, 0], out)
+            kernel = compiler.kernel(raw_load_slots_kernel, unit)
+            kernel(slot_words(slots), data, rows, slots.element_size() // 4, compiler.cores)
+
+        return launch_raw
+    record = record_of(layout)
+
+    def launch(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+        rows, words = row_words(out, record.group)
+        data, sf = record_views(cache, layout, record.unit)
+        kernel = compiler.kernel(load_slots_kernel, record, words)
+        kernel(slot_words(slots), data, sf, rows, slots.element_size() // 4, compiler.cores)
+
+    return launch

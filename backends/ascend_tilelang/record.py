@@ -19,7 +19,7 @@ class Record:
     """Constants of a quantised record.
 
     Attributes:
-        dtype, sf_format: as in KVCacheFormat.
+        dtype, sf_format: as in KVCacheFormat; "bf16" and "" when unquantised.
         elements: elements of a record.
         group, groups: elements that share a scale factor, and scale factors a record.
         unit: bytes in which data is addressed, 4 where every group starts on a multiple of 4, else 1.
@@ -46,7 +46,12 @@ class Record:
     @property
     def unit_type(self) -> str:
         """Element type of the data view."""
-        return "int32" if self.unit == WORD else "uint8"
+        return {1: "uint8", 2: "int16", WORD: "int32"}[self.unit]
+
+    @property
+    def transformable(self) -> bool:
+        """The record can take a Hadamard transform."""
+        return self.elements & (self.elements - 1) == 0
 
     @property
     def bits(self) -> int:
@@ -91,6 +96,25 @@ def record_of(layout: KVCacheFormat) -> Record:
     )
 
 
+def fused_record_of(layout: KVCacheFormat) -> Record:
+    """The constants for a fused store, which also takes unquantised records: halves, in groups of up to 32 for the lanes."""
+    if layout.quantized_dtype is not None:
+        return record_of(layout)
+    group = math.gcd(layout.elements, 32)
+    return Record(
+        dtype="bf16",
+        sf_format="",
+        elements=layout.elements,
+        group=group,
+        groups=layout.elements // group,
+        unit=2,
+        data_units=layout.elements,
+        sf_bytes=0,
+        data_stride=layout.elements,
+        sf_stride=0,
+    )
+
+
 def record_views(cache: torch.Tensor, layout: KVCacheFormat, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Data `[num_blocks, block_size, units]` (int32 or uint8) and scales `[num_blocks, block_size, sf_bytes]` (uint8).
 
@@ -123,3 +147,28 @@ def row_words(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, bool]:
     if math.gcd(*steps) % 8 == 0:
         return rows.view(torch.int32), True
     return rows.view(torch.int16), False
+
+
+def unit_rows(*rows: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+    """Tensors of any dtypes with contiguous rows as plain units for copying, and the unit's type.
+
+    int32 where every row of every tensor is a whole number of aligned words, else uint8.
+    """
+    sizes = [t.data_ptr() for t in rows]
+    for t in rows:
+        sizes += [step * t.element_size() for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
+        sizes.append(t.shape[-1] * t.element_size())
+    unit = "int32" if math.gcd(*sizes) % WORD == 0 else "uint8"
+    return unit, [t.view(torch.int32 if unit == "int32" else torch.uint8) for t in rows]
+
+
+def raw_load_views(
+    cache: torch.Tensor, layout: KVCacheFormat, out: torch.Tensor, out_sf: torch.Tensor | None
+) -> tuple[str, list[torch.Tensor]]:
+    """Data, scales, output rows and output scales of a raw load as units; scales are zero wide when there are none."""
+    if out_sf is None:
+        unit, (data, rows) = unit_rows(cache[:, :, 0], out)
+        return unit, [data, data[:, :, :0], rows, rows[:, :0]]
+    data, sf = record_views(cache, layout, 1)
+    unit, (data, sf, rows, sf_rows) = unit_rows(data, sf, out, out_sf.unsqueeze(1) if out_sf.dim() == 1 else out_sf)
+    return unit, [data, sf, rows, sf_rows]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from tilelang.ascend import language as T
 
 from kvhal.backends.ascend_tilelang.addressing import divided, item_of, row_bits, slot_at, trips, wide
@@ -11,25 +12,31 @@ from kvhal.backends.ascend_tilelang.codec import (
     capped_amax,
     code_of,
     e4m3_of_amax,
-    fp32_of_amax,
+    fp32_of_bits,
     pinned,
     poisoned_scale,
     reciprocal_of_e4m3,
-    reciprocal_of_fp32,
     ue8m0_of_amax,
 )
-from kvhal.backends.ascend_tilelang.compiling import THREADS
-from kvhal.backends.ascend_tilelang.record import Record
+from kvhal.backends.ascend_tilelang.compiling import THREADS, compiler_of
+from kvhal.backends.ascend_tilelang.exact import fp32_of_amax, reciprocal_bits
+from kvhal.backends.ascend_tilelang.raw import raw_store_kernel
+from kvhal.backends.ascend_tilelang.record import (
+    Record,
+    record_of,
+    record_views,
+    row_words,
+    slot_words,
+    unit_rows,
+)
+from kvhal.interface import Launcher, Request
 
 
 @T.macro
-def store_group(bits: Any, record: Record, group: Any, data: Any, sf: Any, block: Any, token: Any) -> None:
-    """Quantises one group and writes its codes and its scale.
+def quantise_group(bits: Any, record: Record) -> Any:
+    """Replaces a group's bf16 bits (local int32 `[record.group]`, zeros behind a shorter last group) by codes.
 
-    Args:
-        bits: local int32 `[record.group]`, bf16 bits of the group's elements, zeros behind a shorter last group.
-        group: which group of the record.
-        data, sf: the cache's views; block, token: the record's place, valid.
+    Returns the scale as the record holds it: a byte, or the bits of an fp32 scale.
     """
     amax = T.alloc_var("int32", init=0)
     largest = T.alloc_var("int32", init=0)
@@ -37,32 +44,37 @@ def store_group(bits: Any, record: Record, group: Any, data: Any, sf: Any, block
         magnitude = pinned(bits[i] & BF16_MAGNITUDE)
         largest = T.max(largest, magnitude)
         amax = T.max(amax, capped_amax(magnitude))
-    scale = T.alloc_var("float32" if record.sf_format != "ue8m0" else "int32", init=0)
-    keep = T.alloc_var("int32", init=-1)
-    if record.sf_format == "fp32":
-        stored = T.alloc_var("int32", init=fp32_of_amax(amax))
-        scale = reciprocal_of_fp32(stored)
-        for i in T.serial(4):
-            sf[block, token, group * 4 + i] = T.cast((stored >> (i * 8)) & 0xFF, "uint8")
+    stored = T.alloc_var("int32", init=0)
+    factor = T.alloc_var("float32", init=0)
+    if record.sf_format == "ue8m0":
+        stored = ue8m0_of_amax(amax, record.dtype)
+    elif record.sf_format == "e4m3":
+        stored = e4m3_of_amax(amax)
+        factor = reciprocal_of_e4m3(stored)
     else:
-        stored = T.alloc_var(
-            "int32", init=ue8m0_of_amax(amax, record.dtype) if record.sf_format == "ue8m0" else e4m3_of_amax(amax)
-        )
-        if record.sf_format == "ue8m0":
-            scale = stored
-        else:
-            scale = reciprocal_of_e4m3(stored)
-        if record.dtype == "e2m1":
-            if largest > BF16_INF:
-                stored = poisoned_scale(record.sf_format)
-                keep = 0
-        sf[block, token, group] = T.cast(stored, "uint8")
+        stored = fp32_of_amax(amax)
+        factor = fp32_of_bits(reciprocal_bits(stored))
+    for i in T.serial(record.group):
+        bits[i] = code_of(bits[i], stored if record.sf_format == "ue8m0" else factor, record.dtype, record.sf_format)
+    # e2m1 has no NaN: the scale says it, and the codes are zero.
+    if record.dtype == "e2m1" and largest > BF16_INF:
+        stored = poisoned_scale(record.sf_format)
+        for i in T.serial(record.group):
+            bits[i] = 0
+    return stored
+
+
+@T.macro
+def write_group(codes: Any, stored: Any, record: Record, group: Any, data: Any, sf: Any, block: Any, token: Any) -> None:
+    """Writes a group's codes (local int32 `[record.group]`) and its scale to a valid place of the cache."""
+    for i in T.serial(record.sf_item):
+        sf[block, token, group * record.sf_item + i] = T.cast((stored >> (i * 8)) & 0xFF, "uint8")
     for u in T.serial(record.group_units):
         if not record.ragged or group * record.group_units + u < record.data_units:
             unit = T.alloc_var("uint32", init=T.uint32(0))
-            for j in range(record.per_unit):
-                code = code_of(bits[u * record.per_unit + j], scale, record.dtype, record.sf_format) & keep
-                unit = unit | T.cast(code, "uint32") << T.uint32(j * record.bits)
+            for j in T.serial(record.per_unit):
+                code = T.cast(codes[u * record.per_unit + j], "uint32")
+                unit = unit | (code << T.cast(j * record.bits, "uint32"))
             data[block, token, group * record.group_units + u] = T.cast(unit, record.unit_type)
 
 
@@ -96,6 +108,29 @@ def store_kernel(record: Record, words: bool) -> Any:
                             bits[i] = 0
                             if not record.ragged or group * record.group + i < record.elements:
                                 bits[i] = row_bits(kv, row, group * record.group + i, words)
-                        store_group(bits, record, group, data, sf, block, token)
+                        stored = quantise_group(bits, record)
+                        write_group(bits, stored, record, group, data, sf, block, token)
 
     return store
+
+
+def bind_store(request: Request) -> Launcher:
+    """Launcher of STORE; the contract is in `kvhal.interface`."""
+    compiler, layout = compiler_of(request), request.layout
+    if layout is None or layout.quantized_dtype is None:
+
+        def launch_raw(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+            unit, (rows, data) = unit_rows(kv, cache[:, :, 0])
+            kernel = compiler.kernel(raw_store_kernel, unit)
+            kernel(rows, slot_words(slots), data, slots.element_size() // 4, compiler.cores)
+
+        return launch_raw
+    record = record_of(layout)
+
+    def launch(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        rows, words = row_words(kv, record.group)
+        data, sf = record_views(cache, layout, record.unit)
+        kernel = compiler.kernel(store_kernel, record, words)
+        kernel(rows, slot_words(slots), data, sf, slots.element_size() // 4, compiler.cores)
+
+    return launch
