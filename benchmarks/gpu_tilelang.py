@@ -1,0 +1,251 @@
+"""Times cuda_tilelang's kernels on a GPU against the copy bandwidth of the same run.
+
+    python benchmarks/gpu_tilelang.py OUT.json            the kernels as they ship
+    python benchmarks/gpu_tilelang.py OUT.json --variants  every launch shape that was considered, to choose from
+
+Medians of CUDA events, L2 overwritten before each launch, pages shuffled. Bytes: every input byte read once and every
+output byte written once; a table that many tokens share (weights, cosines) is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvhal
+from kvhal.backends.cuda_tilelang import build, fused, index, load, store
+from kvhal.formats import BF16_FORMAT, BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
+from kvhal.layout import alloc_kv_cache
+from kvhal.ops.cache import new_load_output
+from kvhal.platform import detect
+
+INDEX_FORMATS = {name: layout for name, layout in BUILTIN_FORMATS.items() if layout.is_index}
+NAMES = {layout: name for name, layout in BUILTIN_FORMATS.items()}
+TOKENS, CHUNK, DECODE = 524_288, 8_192, 64
+SHAPES = [(1, 4), (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4)]  # tokens, warps
+TILES = [(32, 64), (32, 128), (64, 64), (64, 128), (64, 256), (128, 256)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel, and what is measured with it."""
+
+    name: str
+    factory: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    layout: KVCacheFormat
+    tokens: int = TOKENS
+    order: str = "pages"
+    block_size: int = 64
+    shape: tuple[int, ...] = field(default=())
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.factory, (*self.arguments, *self.shape)
+
+
+def compile_job(key: tuple[Any, ...]) -> None:
+    """Leaves the kernel in TileLang's cache on disk."""
+    factory, arguments = key
+    build.tilelang.compile(factory(*arguments), target=build.target("sm_90"), pass_configs=build.PASS_CONFIGS)
+
+
+def measure(run: Callable[[], None], flush: torch.Tensor, repeats: int = 25) -> float:
+    """Median milliseconds of a launch."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        times.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in times)
+
+
+def copy_bandwidth(flush: torch.Tensor) -> float:
+    """Bytes read and written a second by a device-to-device copy of 2 GiB."""
+    source = torch.randint(0, 2**31, (2**29,), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / measure(lambda: target.copy_(source), flush) * 1e3
+
+
+def slots_of(job: Job) -> torch.Tensor:
+    """int64 slots: consecutive, in shuffled pages, or shuffled one by one."""
+    blocks = -(-job.tokens // job.block_size)
+    every = torch.arange(blocks * job.block_size, device="cuda")
+    if job.order == "tokens":
+        return every[torch.randperm(every.numel(), device="cuda")][: job.tokens].contiguous()
+    if job.order == "pages":
+        every = every.view(blocks, job.block_size)[torch.randperm(blocks, device="cuda")].reshape(-1)
+    return every[: job.tokens].contiguous()
+
+
+def segments_of(job: Job) -> torch.Tensor:
+    """Whole blocks in shuffled order."""
+    blocks, size = -(-job.tokens // job.block_size), job.block_size
+    rows = torch.zeros((blocks, 4), dtype=torch.int32)
+    rows[:, 0], rows[:, 3] = torch.randperm(blocks), torch.arange(blocks) * size
+    rows[:, 2] = torch.clamp(job.tokens - rows[:, 3], max=size)
+    return rows.cuda()
+
+
+def prepare(job: Job, run: Callable[..., None]) -> tuple[Callable[[], None], int]:
+    """The launch, and the bytes that it has to move."""
+    layout, n = job.layout, job.tokens
+    cache = alloc_kv_cache(-(-n // job.block_size), job.block_size, layout, "cuda")
+    cache.view(torch.uint8).fill_(0x38)
+    record = n * layout.bytes_per_token
+    rows = n * layout.elements * 2
+    if job.factory in (load.load_kernel, load.raw_kernel):
+        out, segments = new_load_output(layout, n, torch.device("cuda")), segments_of(job)
+        tensors = [out.kv] if out.sf is None else [out.kv, out.sf]
+        return partial(run, cache, segments, n, *tensors), record + segments.nbytes + sum(t.nbytes for t in tensors)
+    slots = slots_of(job)
+    if job.factory is load.slots_kernel:
+        out = torch.empty((n, layout.elements), dtype=torch.bfloat16, device="cuda")
+        return partial(run, cache, slots, out), record + slots.nbytes + rows
+    kv = torch.randn((n, layout.elements), device="cuda", dtype=torch.bfloat16)
+    if job.factory is store.store_kernel:
+        return partial(run, kv, cache, slots), record + slots.nbytes + rows
+    absent = torch.empty(1, device="cuda")
+    weight = torch.randn(layout.elements, device="cuda", dtype=torch.bfloat16)
+    table = torch.rand((65_536, 64), device="cuda")
+    positions = torch.arange(n, device="cuda") % 65_536
+    return partial(
+        run, kv, weight, 1e-6, positions, table, cache, slots, absent
+    ), record + slots.nbytes + positions.nbytes + rows
+
+
+def jobs(variants: bool) -> list[Job]:
+    """Everything that is measured."""
+    stages = fused.Stages("bfloat16", "bfloat16", fused.Rope(448, 64, False, True, "int64"), False, "int64", False, 16)
+    shapes: list[tuple[int, ...]] = SHAPES if variants else [()]
+    tiles: list[tuple[int, ...]] = TILES if variants else [()]
+    found = []
+    for shape in shapes:
+        found += [
+            Job("store", store.store_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order=order, shape=shape)
+            for order in ("consecutive", "pages", "tokens")
+        ]
+        found.append(Job("store", store.store_kernel, (V41_FP4_FORMAT, 64, "int64", 16), V41_FP4_FORMAT, shape=shape))
+        for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT):
+            found.append(Job("load", load.load_kernel, (layout, 64, 16), layout, shape=shape))
+        found.append(Job("fused", fused.fused_kernel, (V41_FORMAT, 64, stages), V41_FORMAT, shape=shape))
+        found.append(Job("slots", load.slots_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order="tokens", shape=shape))
+    for tile in tiles:
+        wanted = INDEX_FORMATS if not variants else {"MXFP8": kvhal.MXFP8_INDEX_KV_FORMAT, "FP4": kvhal.FP4_INDEX_KV_FORMAT}
+        found += [Job("load", load.raw_kernel, (layout, 64, 16), layout, shape=tile) for layout in wanted.values()]
+    if variants:
+        return found
+    small = [Job(**{**vars(job), "tokens": n}) for n in (CHUNK, DECODE) for job in found]
+    return found + small + _odd_blocks(stages)
+
+
+def _odd_blocks(stages: Any) -> list[Job]:
+    """Block size 133, to be compared with 64."""
+    size = 133
+    return [
+        Job("store", store.store_kernel, (V41_FORMAT, size, "int64", 16), V41_FORMAT, block_size=size),
+        Job("store", store.store_kernel, (V41_FP4_FORMAT, size, "int64", 16), V41_FP4_FORMAT, block_size=size),
+        *(Job("load", load.load_kernel, (f, size, 16), f, block_size=size) for f in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT)),
+        *(Job("load", load.raw_kernel, (layout, size, 16), layout, block_size=size) for layout in INDEX_FORMATS.values()),
+        Job("fused", fused.fused_kernel, (V41_FORMAT, size, stages), V41_FORMAT, block_size=size),
+    ]
+
+
+def host_costs() -> dict[str, float]:
+    """Host microseconds of one eager call at one token, and of its built kernel called directly with ready arguments."""
+    platform, device = detect("cuda"), torch.device("cuda", 0)
+    cache = alloc_kv_cache(4, 64, V41_FORMAT, device)
+    kv = torch.randn((1, 512), device=device, dtype=torch.bfloat16)
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    segments = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
+    out = torch.empty((1, 512), dtype=torch.bfloat16, device=device)
+    table = torch.zeros((1, 1, 8), dtype=torch.int32, device=device)
+    lens, blocks = torch.ones((1, 1), dtype=torch.int32, device=device), torch.zeros((1, 4), dtype=torch.int32, device=device)
+    get = partial(build.kernel, platform=platform, device=device)
+    raw_store = get(store.store_kernel, V41_FORMAT, 64, "int64", 16)
+    raw_load, raw_convert = get(load.load_kernel, V41_FORMAT, 64, 16), get(index.convert_kernel)
+    calls: dict[str, Callable[[], Any]] = {
+        "store": lambda: kvhal.store_kv_cache(kv, cache, slots),
+        "store, kernel": lambda: raw_store(kv, cache, slots),
+        "load": lambda: kvhal.load_paged_kv_cache(cache, segments, 1, out),
+        "load, kernel": lambda: raw_load(cache, segments, 1, out),
+        "convert": lambda: kvhal.convert_kv_index(table, blocks, lens, 64),
+        "convert, kernel": lambda: raw_convert(table, blocks, lens, 64),
+        "torch add_": lambda: kv.add_(1),
+    }
+    return {name: _host_time(call) for name, call in calls.items()}
+
+
+def _host_time(call: Callable[[], Any]) -> float:
+    best = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(300):
+            call()
+        best.append((time.perf_counter() - begin) / 300 * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(best)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    wanted = jobs(options.variants)
+    begin = time.time()
+    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_job, {job.key: None for job in wanted}))
+    print(f"built in {time.time() - begin:.0f} s", flush=True)
+    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    bandwidth = copy_bandwidth(flush)
+    results = []
+    for job in wanted:
+        run = build.kernel(*[job.key[0], *job.key[1]], platform=detect("cuda"), device=torch.device("cuda", 0))
+        launch, count = prepare(job, run)
+        milliseconds = measure(launch, flush)
+        row = {"kernel": job.name, "format": NAMES[job.layout], "tokens": job.tokens, "order": job.order}
+        row |= {"block_size": job.block_size, "shape": list(job.shape), "microseconds": round(milliseconds * 1e3, 2)}
+        row |= {"bytes": count, "share_of_copy": round(count / milliseconds * 1e3 / bandwidth, 4)}
+        results.append(row)
+        print(
+            *(
+                row[name]
+                for name in ("kernel", "format", "tokens", "order", "block_size", "shape", "microseconds", "share_of_copy")
+            )
+        )
+    facts = {"device": torch.cuda.get_device_name(), "commit": options.commit or _commit(), "copy_bytes_a_second": bandwidth}
+    facts |= {"copy_again": copy_bandwidth(flush), "torch": torch.__version__, "tilelang": version("tilelang")}
+    facts |= {} if options.variants else {"host_microseconds": host_costs()}
+    options.out.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    print(facts)
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
