@@ -85,6 +85,7 @@ def fused_kernel(record: Record) -> Any:
     ):
         with T.Kernel(cores) as core, T.SimtVF(threads=LANES * together):
             x = T.alloc_shared((together, elements), "float32")
+            sums = T.alloc_shared((together, LANES), "float32")
             lane = pinned(T.get_thread_binding() % LANES)
             place = pinned(T.get_thread_binding() // LANES)
             for trip in T.serial(T.truncdiv(T.max(n - core * together, 0) + cores * together - 1, cores * together)):
@@ -94,7 +95,7 @@ def fused_kernel(record: Record) -> Any:
                     read_row(x, place, lane, kv, row, kv_halves, elements)
                 T.sync_threads()
                 if weight_halves > 0:
-                    rms_norm(x, place, lane, weight, weight_halves, eps, elements)
+                    rms_norm(x, sums, place, lane, weight, weight_halves, eps, elements)
                     T.sync_threads()
                 if id_words > 0:
                     if active == 1:

@@ -42,22 +42,35 @@ def read_row(x: Any, place: Any, lane: Any, kv: Any, row: Any, step: Any, elemen
 
 
 @T.macro
-def rms_norm(x: Any, place: Any, lane: Any, weight: Any, step: Any, eps: Any, elements: int) -> None:
-    """`x[place, :]` times 1 / sqrt(mean(x^2) + eps), times weight. The sum is a tree over adjacent pairs: first inside
-    the adjacent elements that a lane owns, then across adjacent lanes."""
+def tree_sum(values: Any, count: int) -> None:
+    """Sums `count` local values, a power of two, as a tree over adjacent pairs into the first of them."""
+    for level in range(count.bit_length() - 1):
+        for i in T.serial(count >> (level + 1)):
+            values[i] = values[2 * i] + values[2 * i + 1]
+
+
+@T.macro
+def rms_norm(x: Any, sums: Any, place: Any, lane: Any, weight: Any, step: Any, eps: Any, elements: int) -> None:
+    """`x[place, :]` times 1 / sqrt(mean(x^2) + eps), times weight; `sums[place, :]` is room for one value a lane.
+
+    The tree of the sum is cut in two: the adjacent elements that a lane owns, then the adjacent lanes, which every lane
+    adds up for itself rather than waiting for one to do it.
+    """
     own = padded(elements) // LANES
     squares = T.alloc_local((own,), "float32")
     for i in T.serial(own):
         squares[i] = T.float32(0.0)
         if lane * own + i < elements:
             squares[i] = x[place, lane * own + i] * x[place, lane * own + i]
-    for level in range(own.bit_length() - 1):
-        for i in T.serial(own >> (level + 1)):
-            squares[i] = squares[2 * i] + squares[2 * i + 1]
-    total = T.alloc_var("float32", init=squares[0])
-    for level in T.serial(LANES.bit_length() - 1):
-        total = total + T.shfl_xor(total, 1 << level)
-    factor = pinned(reciprocal(square_root(pinned(divided_by(total, elements) + eps, "float32"))), "float32")
+    tree_sum(squares, own)
+    sums[place, lane] = squares[0]
+    T.sync_threads()
+    partial = T.alloc_local((LANES,), "float32")
+    for i in T.serial(LANES):
+        partial[i] = sums[place, i]
+    tree_sum(partial, LANES)
+    mean = pinned(divided_by(pinned(partial[0], "float32"), elements), "float32")
+    factor = pinned(reciprocal(pinned(square_root(pinned(mean + eps, "float32")), "float32")), "float32")
     for i in T.serial(own):
         if lane * own + i < elements:
             scaled = pinned(x[place, lane * own + i] * factor, "float32")
