@@ -135,8 +135,8 @@ def _show(report: _Report) -> None:
         [_cells(row) for row in report.rows],
         right=("bytes/token", "of bf16", "SNR"),
     )
-    for refused in dict.fromkeys(row.refused for row in report.rows if row.refused):
-        print_lines(*refused.splitlines())
+    refused = [row.refused.splitlines() for row in report.rows if row.refused]
+    print_lines(*dict.fromkeys(reason for _, *reasons in refused for reason in reasons))
     if any(row.backend == REFERENCE for row in report.rows):
         print_lines(f"{REFERENCE} is the reference: here it was compared with itself.", "")
     _show_engine(report.engine)
