@@ -161,16 +161,18 @@ def use_backend(name: str, ops: Iterable[str] | None = None, simulate: bool = Fa
 
     Args:
         name: the backend.
-        ops: operation names it is forced for; None for all of them.
+        ops: operation names it is forced for, at least one; None for all of them.
         simulate: let `ascend_tilelang` serve CPU tensors through its functional simulator.
 
     Raises:
-        ConfigError: unknown backend or operation.
+        ConfigError: unknown backend or operation, or no operation at all.
     """
+    source = "use_backend"
+    check_name(source, name)
     forced = None if ops is None else dict.fromkeys(ops, name)
-    layer = make_layer(
-        "use_backend", check_name("use_backend", name) if forced is None else None, forced, simulate=simulate or None
-    )
+    if forced is not None and not forced:
+        raise ConfigError(f"{source}: ops is empty, needs at least one operation, or None for all of them")
+    layer = make_layer(source, name if forced is None else None, forced, simulate=simulate or None)
     token = _override.set(_push(_override.get(), layer))
     try:
         yield

@@ -25,16 +25,22 @@ class BackendFailure(KVHalError):
     """A backend found while building a kernel that it cannot serve; carries the Reason."""
 
     def __init__(self, reason: Reason) -> None:
-        super().__init__(describe_reason(reason))
+        super().__init__(reason)
         self.reason = reason
+
+    def __str__(self) -> str:
+        return describe_reason(self.reason)
 
 
 class UnsupportedError(KVHalError, RuntimeError):
     """No backend serves the request; carries the Decision with every candidate's reasons."""
 
     def __init__(self, decision: Decision) -> None:
-        super().__init__(describe(decision))
+        super().__init__(decision)  # the arguments are what pickling gives back to __init__
         self.decision = decision
+
+    def __str__(self) -> str:
+        return describe(self.decision)
 
 
 class ForcedBackendError(UnsupportedError):
