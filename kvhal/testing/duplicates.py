@@ -13,12 +13,12 @@ from kvhal.testing.case import Call, Case
 
 
 def accept_any_writer(case: Case, perform: Callable[[Call], Any], have: np.ndarray, need: np.ndarray) -> list[str]:
-    """Checks the shared records in `have`, then copies them into `need`, so that a comparison of all bytes can follow.
+    """Checks the shared records in `have`, then clears them on both sides, so that all bytes can be compared and hashed.
 
     Args:
         case: a store with duplicate slots.
         perform: the trusted implementation.
-        have: the cache's allocation as the backend left it (uint8).
+        have: the cache's allocation as the backend left it (uint8); changed.
         need: as the trusted implementation left it; changed.
 
     Returns:
@@ -36,7 +36,7 @@ def accept_any_writer(case: Case, perform: Callable[[Call], Any], have: np.ndarr
         records = [_store_alone(case, perform, token)[places] for token in tokens]
         if not any(np.array_equal(have[places], record) for record in records):
             problems.append(f"slot {slot}: the record is no whole record of its writers, tokens {tokens}")
-        need[places] = have[places]
+        have[places] = need[places] = 0
     return problems
 
 
