@@ -100,7 +100,8 @@ class Engine:
         total, done = sum(map(len, token_lists)), 0
         finished = False
         try:
-            sequences += [self.caches.open() for _ in token_lists]
+            for _ in token_lists:
+                sequences.append(self.caches.open())
             for begin in range(0, max(map(len, token_lists), default=0), chunk_size):
                 alive = [i for i, tokens in enumerate(token_lists) if len(tokens) > begin]
                 chunks = [token_lists[i][begin : begin + chunk_size] for i in alive]

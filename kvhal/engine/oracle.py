@@ -2,6 +2,10 @@
 
 It shares weights and arithmetic with the engine, and nothing of what the engine is there to show: no cache, slot, block, ring,
 plan, chunk or operation of kvhal. Records go through `kvhal.numerics` and `kvhal.stages` alone.
+
+How far quantisation moves the logits, as |quantised - bf16| / |bf16| over a text, where top_k covers every group: at most 0.06
+with FP8 records, 0.14 with FP4 compressed ones, 0.21 with FP4 ones alone (default width, 3 or 4 layers; tests hold it). Where
+the indexer has to choose, a quantised key can change a choice, and no such bound exists.
 """
 
 from __future__ import annotations
