@@ -138,6 +138,20 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """A function that repeats what `run` launches: a replayed CUDA graph where there are graphs, `run` itself elsewhere.
+
+    `run` must have run before, so that everything it needs is built.
+    """
+    if device.type != "cuda":
+        return run
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def device_guard(device: torch.device) -> AbstractContextManager[Any] | None:
     """A context that makes `device` current, None when a launch needs none (one device, or the CPU)."""
     if device.type == "cuda":

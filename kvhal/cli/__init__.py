@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvhal.cli import demo, doctor, explain, formats, parity
+from kvhal.cli import bench, demo, doctor, explain, formats, generate, parity, perplexity
 from kvhal.cli.console import EXIT_NO, EXIT_USAGE, CommandError, report_error
 from kvhal.errors import KVHalError, UnsupportedError
 
@@ -18,6 +18,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "explain": explain.command,
     "demo": demo.command,
     "parity": parity.command,
+    "bench": bench.command,
+    "generate": generate.command,
+    "perplexity": perplexity.command,
 }
 
 

@@ -1,0 +1,204 @@
+"""Timing: device time by events around replayed graphs, host time of eager calls, and a copy as the yardstick."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvhal.bench.work import Work, make_work
+from kvhal.config import use_backend
+from kvhal.formats import KVCacheFormat, format_to_text
+from kvhal.interface import Op
+from kvhal.platform import LANGUAGES, capture, detect
+from kvhal.version import __version__
+
+REFERENCE = "reference_torch"
+ROTATION_BYTES = 1 << 28  #: buffers rotated through add up to this, several times any L2
+MAX_ROTATION = 32
+REPEATS = 21
+CPU_SECONDS = 0.5  #: time spent on one cell on a CPU
+HOST_CALLS = 300
+HOST_TOKENS = 64  #: host time is measured where the device cannot be the bottleneck
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured cell.
+
+    Attributes:
+        backend, op, format, tokens, block_size, pattern: the cell; format is "-" for index operations.
+        bytes: what must move.
+        median_us: device time of a call in microseconds (CPU: wall time).
+        gbs: bytes over time, GB/s.
+        ratio: gbs over the copy bandwidth of the same run.
+        host_us: host time of an eager call in microseconds, None where it was not measured.
+        simulated: never to be read as a statement about hardware.
+    """
+
+    backend: str
+    op: str
+    format: str
+    tokens: int
+    block_size: int
+    pattern: str
+    bytes: int
+    median_us: float
+    gbs: float
+    ratio: float
+    host_us: float | None
+    simulated: bool = False
+
+
+class WrongBytes(Exception):
+    """The backend's result differs from the reference's: its time means nothing."""
+
+
+class Clock:
+    """Measures on one device.
+
+    Attributes:
+        copy_gbs: bytes read plus bytes written by a large copy, GB/s.
+        empty_us: device time of the smallest kernel there is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        size = 1 << (24 if device.type == "cpu" else 30)
+        source, target = (torch.randint(0, 255, (size,), dtype=torch.uint8, device=device) for _ in range(2))
+        self.copy_gbs = 2 * size / self.median_us([lambda: target.copy_(source)]) / 1e3
+        one = torch.zeros(1, device=device)
+        self.empty_us = self.median_us([lambda: one.add_(1)] * MAX_ROTATION)
+
+    def median_us(self, calls: list[Callable[[], Any]]) -> float:
+        """Microseconds of one call, the median of many rounds over all of `calls`."""
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        run()
+        return (self._wall(run) if self.device.type == "cpu" else self._events(run)) / len(calls)
+
+    def _wall(self, run: Callable[[], None]) -> float:
+        times: list[float] = []
+        deadline = time.perf_counter() + CPU_SECONDS
+        while not times or (time.perf_counter() < deadline and len(times) < REPEATS):
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times) * 1e6
+
+    def _events(self, run: Callable[[], None]) -> float:
+        replay = capture(run, self.device)
+        for _ in range(3):
+            replay()
+        marks = [torch.Event(self.device, enable_timing=True) for _ in range(REPEATS + 1)]
+        for mark in marks[:-1]:
+            mark.record()
+            replay()
+        marks[-1].record()
+        torch.accelerator.synchronize(self.device)
+        return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) * 1e3
+
+    def host_us(self, call: Callable[[], Any]) -> float:
+        """Host microseconds of an eager call, the best of several series: anything above it is other work."""
+        best = float("inf")
+        for _ in range(5):
+            self._synchronize()
+            begin = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            best = min(best, (time.perf_counter() - begin) / HOST_CALLS)
+            self._synchronize()
+        return best * 1e6
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def measure(
+    clock: Clock,
+    backend: str,
+    op: Op,
+    layout: KVCacheFormat | None,
+    tokens: int,
+    block_size: int = 64,
+    pattern: str = "consecutive",
+    simulate: bool = False,
+) -> Result:
+    """Checks one cell's bytes against the reference, then times it.
+
+    Raises:
+        ForcedBackendError: the backend cannot serve it.
+        WrongBytes: it served other bytes than the reference.
+    """
+    with use_backend(backend, simulate=simulate):
+        first = make_work(op, layout, tokens, block_size, pattern, clock.device, 0)
+        verify(first, make_work(op, layout, tokens, block_size, pattern, clock.device, 0), backend)
+        count = 1 if clock.device.type == "cpu" else min(MAX_ROTATION, max(1, ROTATION_BYTES // first.bytes))
+        works = [first] + [make_work(op, layout, tokens, block_size, pattern, clock.device, n) for n in range(1, count)]
+        median = clock.median_us([work.call for work in works])
+        host = clock.host_us(first.call) if tokens <= HOST_TOKENS and clock.device.type != "cpu" else None
+    gbs = first.bytes / median / 1e3
+    name = "-" if layout is None else format_to_text(layout)
+    ratio = gbs / clock.copy_gbs
+    return Result(backend, str(op), name, tokens, block_size, pattern, first.bytes, median, gbs, ratio, host, simulate)
+
+
+def verify(work: Work, expected: Work, backend: str) -> None:
+    """Makes both calls, `expected` on the reference, on poisoned outputs, and compares all that they write.
+
+    Raises:
+        WrongBytes: a byte differs.
+    """
+    for tensors in (work.written, expected.written):
+        for tensor in tensors:
+            if tensor.dtype != torch.int32:  # index tables are written in place or in full: poison would be another input
+                tensor.view(torch.uint8).fill_(0xA5)
+    work.call()
+    with use_backend(REFERENCE):
+        expected.call()
+    for have, need in zip(work.written, expected.written, strict=True):
+        wrong = int((have.view(torch.uint8) != need.view(torch.uint8)).sum())
+        if wrong:
+            raise WrongBytes(f"{backend}: {wrong} bytes differ from {REFERENCE}'s; `kvhal parity` shows where")
+
+
+def environment(clock: Clock) -> dict[str, Any]:
+    """What a figure depends on: device, versions, commit, the yardsticks of the run."""
+    platform = detect(clock.device)
+    return {
+        "device": platform.device_name,
+        "arch": platform.arch,
+        "kvhal": __version__,
+        "python": sys.version.split()[0],
+        "versions": {name: platform.module(name).version for name in LANGUAGES if platform.module(name).version},
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "copy_gbs": clock.copy_gbs,
+        "empty_us": clock.empty_us,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of a checkout, with a "+" where files differ from it; None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty=+"]
+        head = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip()
