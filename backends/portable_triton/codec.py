@@ -7,6 +7,8 @@ compiled without fused multiply-add: every product is rounded on its own.
 
 from __future__ import annotations
 
+import struct
+
 import triton
 import triton.language as tl
 
@@ -22,6 +24,7 @@ FP32_INF = tl.constexpr(formats.FP32_INF)
 FP32_MANTISSA_BITS = tl.constexpr(formats.FP32_MANTISSA_BITS)
 TWICE_FP32_BIAS = tl.constexpr(2 * formats.FP32_BIAS)
 LARGEST = tl.constexpr(formats.BF16_MAX_FINITE << formats.BF16_SHIFT)  #: fp32 bits of the largest finite bf16
+BF16_STEP = tl.constexpr(1 << formats.BF16_SHIFT)
 #: added to the fp32 bits of a bf16's magnitude, wraps exactly the NaNs around to negative numbers
 NAN_WRAP = tl.constexpr((formats.BF16_MAGNITUDE - formats.BF16_INF) << formats.BF16_SHIFT)
 
@@ -49,18 +52,18 @@ _FP16_BIAS, _FP16_MANTISSA_BITS = 15, 10
 E2M1_FP32_SHIFT = tl.constexpr(formats.FP32_MANTISSA_BITS - formats.MINIFLOAT_BITS["e2m1"][1])
 E2M1_UNBIAS = tl.constexpr(2.0 ** (formats.FP32_BIAS - formats.MINIFLOAT_BIAS["e2m1"]))
 E2M1_IN_FP16 = tl.constexpr(2.0 ** (formats.MINIFLOAT_BIAS["e2m1"] - _FP16_BIAS))
+E2M1_BF16_UNBIAS = tl.constexpr(0x7E807E80)  #: 2**126 as both bf16 halves
+E2M1_BF16_SIGNS = tl.constexpr(-0x7FFF8000)  #: both sign bits, 0x80008000
+BF16_HIGH = tl.constexpr(-(1 << formats.BF16_SHIFT))
+BF16_LOW = tl.constexpr((1 << formats.BF16_SHIFT) - 1)
 E2M1_TOP = tl.constexpr(formats.E2M1_MAX * E2M1_IN_FP16.value)
+#: fp32 bits of the largest scaled value that rounds to the largest code without a clamp; Inf and NaN are larger
+E2M1_SAFE = tl.constexpr(int.from_bytes(struct.pack("<f", (formats.E2M1_MAX + 0.5) * E2M1_IN_FP16.value), "little"))
 E2M1_SHIFT = tl.constexpr(_FP16_MANTISSA_BITS - formats.MINIFLOAT_BITS["e2m1"][1])
 #: fp32(1 / sf) of a scale with mantissa 1.875 is large enough to lift a product off a tie of e2m1, by less than fp16 can
 #: show. A multiplier larger by this much shows it, and still rounds every other product as before (all 4.1 million
 #: pairs of a bf16 and a scale are checked in tests/triton).
 E2M1_LIFT = tl.constexpr(1.0 + 3 * 2.0**-11)
-
-
-@triton.jit
-def pair(low, high):
-    """Both halves of an int32 from two 16-bit patterns (int16)."""
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
@@ -108,20 +111,69 @@ def decode_e4m3(code, native: tl.constexpr):
 
 @triton.jit
 def decode_e2m1(code):
-    """fp32 of e2m1 codes (uint8 in [0, 15]), exact."""
-    wide = code.to(tl.int32)
-    bits = ((wide & 7) << E2M1_FP32_SHIFT) | ((wide & 8) << 28)
+    """fp32 of e2m1 codes (int32 in [0, 15]), exact."""
+    bits = ((code & 7) << E2M1_FP32_SHIFT) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * E2M1_UNBIAS
+
+
+@triton.jit
+def times_bf16_pair(left, right):
+    """Products of bf16 halves (int32 each), nearest even."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def decode_scale(sf, rec: tl.constexpr):
     """fp32 of scale factors: ue8m0 or e4m3 bytes (uint8), or fp32 bit patterns (int32)."""
     if rec.sf_format == "ue8m0":
-        return (sf.to(tl.int32) << FP32_MANTISSA_BITS).to(tl.float32, bitcast=True)
-    if rec.sf_format == "e4m3":
-        return decode_e4m3(sf, rec.native)
-    return sf.to(tl.float32, bitcast=True)
+        value = (sf.to(tl.int32) << FP32_MANTISSA_BITS).to(tl.float32, bitcast=True)
+    elif rec.sf_format == "e4m3":
+        value = decode_e4m3(sf, rec.native)
+    else:
+        value = sf.to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def e2m1_pair(words, nibble: tl.constexpr, scale, native: tl.constexpr):
+    """bf16 bits (int16 each) of nibbles k and k + 4 of int32 words, times `scale` (fp32, exact in bf16)."""
+    part = words >> (4 * nibble)
+    if native:
+        # Two elements an instruction. Every product of an e2m1 and a scale is exact in bf16, however often it is rounded;
+        # the code as bf16's lowest exponent bits and highest mantissa bit is a number 2**126 too small.
+        upper = scale.to(tl.int32, bitcast=True)
+        upper = (upper & BF16_HIGH) | ((upper >> BF16_SHIFT) & BF16_LOW)
+        code = ((part << 6) & 0x01C001C0) | ((part << 12) & E2M1_BF16_SIGNS)
+        both = times_bf16_pair(times_bf16_pair(code, tl.full(words.shape, E2M1_BF16_UNBIAS, tl.int32)), upper)
+        low, high = both.to(tl.int16), (both >> BF16_SHIFT).to(tl.int16)
+    else:
+        low = round_bf16(decode_e2m1(part & 0xF) * scale, native)
+        high = round_bf16(decode_e2m1((part >> 16) & 0xF) * scale, native)
+    return low, high
+
+
+@triton.jit
+def dequantise_words(words, scale, rec: tl.constexpr):
+    """bf16 bits int16 [T, tile] of e2m1 words int32 [T, tile / 8] and scales fp32 [T, groups]."""
+    of_word = tl.broadcast_to(scale[:, :, None], (words.shape[0], rec.groups, rec.group // 8))
+    of_word = tl.reshape(of_word, words.shape)
+    e0, e4 = e2m1_pair(words, 0, of_word, rec.native)
+    e1, e5 = e2m1_pair(words, 1, of_word, rec.native)
+    e2, e6 = e2m1_pair(words, 2, of_word, rec.native)
+    e3, e7 = e2m1_pair(words, 3, of_word, rec.native)
+    even = tl.join(tl.join(e0, e4), tl.join(e2, e6))
+    odd = tl.join(tl.join(e1, e5), tl.join(e3, e7))
+    # [T, n, bit 2, bit 1, bit 0] of an element's place in its word
+    return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1] * 8))
+
+
+@triton.jit
+def dequantise_codes(codes, scale, rec: tl.constexpr):
+    """bf16 bits int16 [T, tile] of e4m3 codes uint8 [T, tile] and scales fp32 [T, groups]."""
+    value = tl.reshape(decode_e4m3(codes, rec.native), (codes.shape[0], rec.groups, rec.group))
+    return tl.reshape(round_bf16(value * scale[:, :, None], rec.native), codes.shape)
 
 
 @triton.jit
@@ -138,33 +190,56 @@ def power_of_two_bits(exponent):
 
 
 @triton.jit
+def group_magnitudes(bits, rec: tl.constexpr):
+    """fp32 bit patterns [T, groups, group] of bf16 bits [T, tile], and of each group's largest magnitude [T, groups]."""
+    wide = tl.reshape(bits, (bits.shape[0], rec.groups, rec.group)).to(tl.int32) << BF16_SHIFT
+    return wide, tl.max(wide & FP32_MAGNITUDE, axis=2)
+
+
+@triton.jit
+def without_inf(wide):
+    """fp32 bit patterns with +-Inf as +-(largest finite bf16), one bf16 step below; NaN stays."""
+    infinite = (wide & FP32_MAGNITUDE) == FP32_INF
+    return tl.where(infinite, wide - BF16_STEP, wide)
+
+
+@triton.jit
 def quantise_e4m3(bits, rec: tl.constexpr):
     """A tile's e4m3 codes and scales.
 
     Args:
-        bits: bf16 bits, int16 [T, groups * group], zero where there is no element.
+        bits: bf16 bits, int16 [T, tile], zero where there is no element.
 
     Returns:
         codes uint8 of the same shape, and scales int32 [T, groups]: ue8m0 bytes or fp32 bit patterns.
     """
-    rows: tl.constexpr = bits.shape[0]
-    wide = tl.reshape(bits, (rows, rec.groups, rec.group)).to(tl.int32) << BF16_SHIFT
-    # NaNs have become negative numbers, which a signed maximum skips
-    largest = tl.maximum(tl.max((wide & FP32_MAGNITUDE) + NAN_WRAP, axis=2), NAN_WRAP) - NAN_WRAP
-    infinite = largest == FP32_INF
-    amax = tl.minimum(largest, LARGEST)
+    wide, largest = group_magnitudes(bits, rec)
+    if tl.max(tl.max(largest, axis=0), axis=0) >= FP32_INF:  # rare: an Inf or a NaN somewhere in the tile
+        wide = without_inf(wide)
+        # NaNs become negative numbers, which a signed maximum skips
+        largest = tl.maximum(tl.max((wide & FP32_MAGNITUDE) + NAN_WRAP, axis=2), NAN_WRAP) - NAN_WRAP
     if rec.sf_format == "ue8m0":
-        scale = ue8m0_scale(amax >> BF16_SHIFT, rec)
+        scale = ue8m0_scale(largest >> BF16_SHIFT, rec)
         multiplier = power_of_two_bits(scale)
     else:
-        sf = tl.div_rn(tl.maximum(amax.to(tl.float32, bitcast=True), FP32_SF_AMAX_FLOOR), E4M3_MAX)
+        sf = tl.div_rn(tl.maximum(largest.to(tl.float32, bitcast=True), FP32_SF_AMAX_FLOOR), E4M3_MAX)
         scale = sf.to(tl.int32, bitcast=True)
         multiplier = tl.div_rn(tl.full(sf.shape, 1.0, tl.float32), sf)
-    # Inf counts as the largest finite bf16: nothing may come out larger than that would
-    limit = tl.where(infinite, amax.to(tl.float32, bitcast=True) * multiplier, E4M3_MAX)[:, :, None]
     value = wide.to(tl.float32, bitcast=True) * multiplier[:, :, None]
-    value = tl.clamp(value, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return tl.reshape(encode_e4m3(value, rec.native), bits.shape), scale
+
+
+@triton.jit
+def reciprocal(value, native: tl.constexpr):
+    """fp32(1 / value) of e4m3 scales: a true division, or one Newton step that gives the same for all of them."""
+    if native:
+        guess = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+        result = tl.fma(guess, tl.fma(-value, guess, 1.0), guess)
+    else:
+        result = tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
+    return result
 
 
 @triton.jit
@@ -176,33 +251,49 @@ def scale_e2m1(largest, rec: tl.constexpr):
     """
     if rec.sf_format == "ue8m0":
         scale = ue8m0_scale(largest >> BF16_SHIFT, rec)
-        return scale, power_of_two_bits(scale) * E2M1_IN_FP16
-    amax = tl.maximum(largest.to(tl.float32, bitcast=True), E4M3_SF_AMAX_FLOOR)
-    scale = encode_e4m3(tl.minimum(amax * E4M3_SF_RECIPROCAL, E4M3_MAX), rec.native).to(tl.int32)
-    multiplier = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), decode_e4m3(scale.to(tl.uint8), rec.native))
-    lifted = ((scale & 7) == 7) & (scale > 7)
-    return scale, tl.where(lifted, multiplier * E2M1_LIFT, multiplier) * E2M1_IN_FP16
+        multiplier = power_of_two_bits(scale)
+    else:
+        amax = tl.maximum(largest.to(tl.float32, bitcast=True), E4M3_SF_AMAX_FLOOR)
+        code = encode_e4m3(tl.minimum(amax * E4M3_SF_RECIPROCAL, E4M3_MAX), rec.native)
+        multiplier = reciprocal(decode_e4m3(code, rec.native), rec.native)
+        scale = code.to(tl.int32)
+        multiplier = tl.where(((scale & 7) == 7) & (scale > 7), multiplier * E2M1_LIFT, multiplier)
+    return scale, multiplier * E2M1_IN_FP16
 
 
 @triton.jit
-def round_e2m1(value):
+def pair_fp16(low, high, ptx: tl.constexpr):
+    """fp16 of two fp32, nearest even, as the halves of an int32."""
+    if ptx:  # one instruction; from separate casts the compiler makes four, at a quarter of the rate
+        both = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        lower = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        upper = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        both = (lower & 0xFFFF) | (upper << 16)
+    return both
+
+
+@triton.jit
+def round_e2m1(value, ptx: tl.constexpr):
     """e2m1 codes, eight to an int32 (element 0 in the low nibble), of fp32 values scaled by 2**-14.
 
     Two codes are rounded at once, as fp16 halves of one register: nearest even at the last bit of e2m1.
 
     Args:
-        value: fp32 [T, n], n a multiple of 8, |value| <= 6 * 2**-14; a NaN gives any code.
+        value: fp32 [T, n], n a multiple of 8, |value| <= 6.5 * 2**-14.
     """
     words: tl.constexpr = value.shape[1] // 8
-    halves = value.to(tl.float16).to(tl.int16, bitcast=True)
-    halves = tl.permute(tl.reshape(halves, (value.shape[0], words, 2, 4)), (0, 1, 3, 2))
-    low, high = tl.split(halves)  # elements 0..3 and 4..7 of a word share registers, so that packing is three shifts
-    both = pair(low, high)
-    both = (both + 0x00FF00FF + ((both >> E2M1_SHIFT) & 0x00010001)) >> E2M1_SHIFT
-    codes = (both | (both >> 3)) & 0x000F000F  # bit 3: the sign, from fp16's bit 15
+    halves = tl.permute(tl.reshape(value, (value.shape[0], words, 2, 4)), (0, 1, 3, 2))
+    low, high = tl.split(halves)  # elements 0..3 and 4..7 of a word share registers, so that packing is a few shifts
+    both = pair_fp16(low, high, ptx)
+    both += 0x00FF00FF + ((both >> E2M1_SHIFT) & 0x00010001)
+    # a code now lies in bits 9..11 and its sign in bit 15 of each half; bits 12..14 are zero
+    codes = (both | (both >> 3)) & 0x1E001E00
     even, odd = tl.split(tl.reshape(codes, (value.shape[0], words, 2, 2)))
-    first, second = tl.split(even | (odd << 4))
-    return first | (second << 8)
+    first, second = tl.split((even >> 4) + odd)
+    return (first >> 5) + (second << 3)
 
 
 @triton.jit
@@ -210,24 +301,23 @@ def quantise_e2m1(bits, rec: tl.constexpr):
     """A tile's e2m1 codes, eight to an int32, and scales.
 
     Args:
-        bits: bf16 bits, int16 [T, groups * group], zero where there is no element.
+        bits: bf16 bits, int16 [T, tile], zero where there is no element.
 
     Returns:
-        words int32 [T, groups * group / 8], and scale bytes int32 [T, groups].
+        words int32 [T, tile / 8], and scale bytes int32 [T, groups].
     """
-    rows: tl.constexpr = bits.shape[0]
-    per_group: tl.constexpr = rec.group // 8
-    wide = tl.reshape(bits, (rows, rec.groups, rec.group)).to(tl.int32) << BF16_SHIFT
-    largest = tl.max(wide & FP32_MAGNITUDE, axis=2)
-    poisoned = largest > FP32_INF
-    amax = tl.minimum(largest, LARGEST)
-    scale, multiplier = scale_e2m1(amax, rec)
-    # Inf counts as the largest finite bf16: nothing may come out larger than that would
-    limit = tl.minimum(amax.to(tl.float32, bitcast=True) * multiplier, E2M1_TOP)
-    limit = tl.where(largest == FP32_INF, limit, E2M1_TOP)[:, :, None]
-    value = tl.clamp(wide.to(tl.float32, bitcast=True) * multiplier[:, :, None], -limit, limit)
-    words = tl.reshape(round_e2m1(tl.reshape(value, bits.shape)), (rows, rec.groups, per_group))
-    # e2m1 has no NaN: the scale says it, and the codes are zero
-    words = tl.reshape(tl.where(poisoned[:, :, None], 0, words), (rows, rec.groups * per_group))
-    nan: tl.constexpr = UE8M0_NAN if rec.sf_format == "ue8m0" else E4M3_NAN
-    return words, tl.where(poisoned, nan, scale)
+    wide, raw = group_magnitudes(bits, rec)
+    largest = tl.minimum(raw, LARGEST)
+    scale, multiplier = scale_e2m1(largest, rec)
+    top = (raw.to(tl.float32, bitcast=True) * multiplier).to(tl.int32, bitcast=True)
+    if tl.max(tl.max(top, axis=0), axis=0) > E2M1_SAFE:  # rare: something saturates, or an Inf or a NaN in the tile
+        value = without_inf(wide).to(tl.float32, bitcast=True) * multiplier[:, :, None]
+        value = tl.clamp(value, -E2M1_TOP, E2M1_TOP)
+        # e2m1 has no NaN: the scale says it, and the codes are zero
+        poisoned = raw > FP32_INF
+        value = tl.where(poisoned[:, :, None], 0.0, value)
+        nan: tl.constexpr = UE8M0_NAN if rec.sf_format == "ue8m0" else E4M3_NAN
+        scale = tl.where(poisoned, nan, scale)
+    else:
+        value = wide.to(tl.float32, bitcast=True) * multiplier[:, :, None]
+    return round_e2m1(tl.reshape(value, bits.shape), rec.ptx), scale

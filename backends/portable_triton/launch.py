@@ -14,19 +14,14 @@ from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from kvhal.backends.portable_triton.record import PROVEN_NATIVE, Record
+from kvhal.backends.portable_triton.record import Record, power_of_two
 from kvhal.errors import BackendFailure, CaptureError
 from kvhal.interface import Reason
-from kvhal.platform import Platform, is_capturing
+from kvhal.platform import is_capturing
 
 #: Triton's one notion of alignment: an argument divides by it, or not
 DIVISOR = 16
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError, RuntimeError)
-
-
-def native(platform: Platform) -> bool:
-    """The device's own casts are proven identical to the integer codec, and kernels really run on it."""
-    return (platform.kind, platform.arch) in PROVEN_NATIVE and not platform.interpreted
 
 
 class Kernel:
@@ -69,7 +64,7 @@ class Kernel:
             if type(value) is int:
                 if aligned:
                     key.append(value % DIVISOR == 0)
-            else:
+            elif type(value) is not float:
                 key.append(value.dtype)
                 value = value.data_ptr()
                 if aligned:
@@ -101,6 +96,11 @@ def store_shape(record: Record) -> tuple[int, int]:
     return _shape(record.tile, 2048)
 
 
+def fused_shape(record: Record) -> tuple[int, int]:
+    """Tokens a program and warps of the fused store."""
+    return _shape(record.tile, 2048)
+
+
 def load_shape(record: Record) -> tuple[int, int]:
     """Tokens a program and warps of kernels that dequantise records."""
     return _shape(record.tile, 2048)
@@ -110,3 +110,8 @@ def _shape(columns: int, per_warp: int) -> tuple[int, int]:
     tokens = max(1, per_warp // columns)
     warps = min(8, max(1, tokens * columns // per_warp))
     return tokens, warps
+
+
+def copy_shape(record: Record) -> tuple[int, int]:
+    """Tokens a program and warps of kernels that copy records as they are."""
+    return max(1, 4096 // power_of_two(record.data_bytes)), 2

@@ -1,10 +1,83 @@
-"""The portable_triton backend's manifest; its operations are not built yet, so every request is refused."""
+"""The portable_triton backend's manifest: anything that runs Triton, and CPU tensors through Triton's interpreter."""
 
-from kvhal.interface import Backend, Reason, Request
+from __future__ import annotations
+
+from kvhal.backends.portable_triton.record import MAX_TILE_ELEMENTS, ragged, tile_elements
+from kvhal.formats import SPECIFIED_CODECS, KVCacheFormat
+from kvhal.interface import Backend, Op, Reason, Request
+from kvhal.platform import Platform
+
+_PACKAGE = "kvhal.backends.portable_triton"
+_KINDS = ("cuda", "rocm", "cpu")
+_OLDEST_CUDA = 80  #: bf16 arithmetic
 
 
 def check(request: Request) -> tuple[Reason, ...]:
-    return ()
+    """Refuses a machine without a working Triton, and the few records whose groups do not fit a kernel's tile."""
+    return _platform_reasons(request.platform) + _codec_reasons(request.layout) + _shape_reasons(request)
 
 
-BACKEND = Backend("portable_triton", "not built yet", (), (), check)
+def _platform_reasons(platform: Platform) -> tuple[Reason, ...]:
+    reasons = []
+    triton = platform.module("triton")
+    if triton.version is None:
+        reasons.append(Reason("triton", triton.error or "not installed", "an importable triton", "pip install triton"))
+    if platform.kind not in _KINDS:
+        reasons.append(Reason("device", platform.kind, "a CUDA or ROCm device, or the CPU with Triton's interpreter"))
+    sm = platform.sm()
+    if platform.kind == "cuda" and (sm is None or sm < _OLDEST_CUDA):
+        reasons.append(Reason("architecture", platform.arch, f"sm_{_OLDEST_CUDA} or newer"))
+    if platform.kind == "cpu" and not platform.interpreted:
+        hint = "set it before Python starts; the interpreter is exact but slow"
+        reasons.append(Reason("device", "cpu, where Triton does not compile", "TRITON_INTERPRET=1", hint))
+    return tuple(reasons)
+
+
+def _codec_reasons(layout: KVCacheFormat | None) -> tuple[Reason, ...]:
+    if layout is None or layout.quantized_dtype is None:
+        return ()
+    if (layout.quantized_dtype, layout.sf_format) in SPECIFIED_CODECS:
+        return ()
+    known = ", ".join(sorted(f"{data} with {scale}" for data, scale in SPECIFIED_CODECS))
+    hint = "docs/numerics.md defines no other pair"
+    return (Reason("codec", f"{layout.quantized_dtype} data with {layout.sf_format} scales", known, hint),)
+
+
+def _shape_reasons(request: Request) -> tuple[Reason, ...]:
+    layout = request.layout
+    if layout is None:
+        return ()
+    reasons = []
+    tile = tile_elements(layout)
+    if tile > MAX_TILE_ELEMENTS:
+        have = f"{layout.elements} elements, {tile} with groups padded to powers of two"
+        reasons.append(Reason("record size", have, f"at most {MAX_TILE_ELEMENTS}"))
+    if layout.quantized_dtype == "e2m1" and layout.elements_per_sf % 2 and layout.num_scales > 1:
+        have = f"{layout.elements_per_sf} e2m1 elements a scale"
+        reasons.append(Reason("scale group", have, "an even count", "two elements of one byte would have two scales"))
+    if request.op == Op.FUSED_STORE and ragged(layout):
+        have = f"{layout.elements_per_sf} elements a scale"
+        need = "a power of two (at least 8 for e2m1), or one scale for the whole record"
+        reasons.append(Reason("scale group of a fused store", have, need, "store_kv_cache serves this record"))
+    if "hadamard" in request.stages and tile != layout.elements:
+        reasons.append(Reason("hadamard", f"{layout.elements} elements", "a power of two, at least 8 for e2m1"))
+    return tuple(reasons)
+
+
+BACKEND = Backend(
+    name="portable_triton",
+    runs_on="NVIDIA sm_80+, AMD CDNA, and the CPU through Triton's interpreter",
+    language=("triton",),
+    platforms=_KINDS,
+    check=check,
+    binders={
+        Op.STORE: f"{_PACKAGE}.store:bind_store",
+        Op.LOAD: f"{_PACKAGE}.load:bind_load",
+        Op.LOAD_SLOTS: f"{_PACKAGE}.load:bind_load_slots",
+        Op.CONVERT_INDEX: f"{_PACKAGE}.index:bind_convert_index",
+        Op.INDEX_CAT: f"{_PACKAGE}.index:bind_index_cat",
+        Op.EXPAND_SWA_INDEX: f"{_PACKAGE}.index:bind_expand_swa_index",
+        Op.DECODE_SWA_INDEX: f"{_PACKAGE}.index:bind_decode_swa_index",
+        Op.FUSED_STORE: f"{_PACKAGE}.fused:bind_fused_store",
+    },
+)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvhal.formats import ALIGNMENT, SF_ITEM_BYTES, UE8M0_RULES, KVCacheFormat
 from kvhal.layout import cache_geometry
+from kvhal.platform import Platform
 
 #: (platform kind, architecture) pairs on which tests/triton/test_native.py found the hardware casts identical to the
 #: integer codec for every input; anything else runs the integers
@@ -37,6 +38,7 @@ class Record:
         words: e2m1 data can be accessed as aligned int32 words; sf_aligned: fp32 scales lie on aligned addresses.
         sf_floor, sf_shift, sf_mantissa: the ue8m0 rule of the data type.
         native: the architecture's own casts are proven identical to the integer codec.
+        ptx: instructions may be written in PTX: an NVIDIA device, not the interpreter.
     """
 
     dtype: str
@@ -60,22 +62,26 @@ class Record:
     sf_shift: int
     sf_mantissa: int
     native: bool
+    ptx: bool
 
     @property
     def tile(self) -> int:
         """Elements of a tile row."""
         return self.groups * self.group
 
+    @property
+    def levels(self) -> int:
+        """Halvings from a tile row to one element."""
+        return self.tile.bit_length() - 1
 
-def record_of(layout: KVCacheFormat, block_size: int, native: bool) -> Record:
-    """The constants of `layout` in blocks of `block_size` tokens."""
+
+def record_of(layout: KVCacheFormat, block_size: int, platform: Platform) -> Record:
+    """The constants of `layout` in blocks of `block_size` tokens, for kernels on `platform`."""
     geometry = cache_geometry(layout, block_size)
     dtype = layout.quantized_dtype or "bf16"
     per_sf = min(layout.elements_per_sf, layout.elements) if layout.quantized_dtype else layout.elements
     count = layout.num_scales or 1
-    groups, group = power_of_two(count), power_of_two(per_sf)
-    if dtype == "e2m1":
-        group = max(group, E2M1_WORD)
+    groups, group = _padded(layout)
     floor, shift, mantissa = UE8M0_RULES.get(dtype, (0, 0, 0))
     whole_words = per_sf % E2M1_WORD == 0 and layout.elements % E2M1_WORD == 0
     sf_item = SF_ITEM_BYTES.get(str(layout.sf_format), 1)
@@ -100,11 +106,24 @@ def record_of(layout: KVCacheFormat, block_size: int, native: bool) -> Record:
         sf_floor=floor,
         sf_shift=shift,
         sf_mantissa=mantissa,
-        native=native,
+        native=(platform.kind, platform.arch) in PROVEN_NATIVE and not platform.interpreted,
+        ptx=platform.kind == "cuda" and not platform.interpreted,
     )
 
 
 def tile_elements(layout: KVCacheFormat) -> int:
     """Elements of a padded tile row, without building the constants (a manifest asks)."""
-    record = record_of(layout, 1, False)
-    return record.tile
+    groups, group = _padded(layout)
+    return groups * group
+
+
+def ragged(layout: KVCacheFormat) -> bool:
+    """A tile row holds padding between groups, so that its columns are not the record's elements in order."""
+    return layout.num_scales > 1 and _padded(layout)[1] != layout.elements_per_sf
+
+
+def _padded(layout: KVCacheFormat) -> tuple[int, int]:
+    if layout.quantized_dtype is None:
+        return 1, power_of_two(layout.elements)
+    group = power_of_two(min(layout.elements_per_sf, layout.elements))
+    return power_of_two(layout.num_scales), max(group, E2M1_WORD) if layout.quantized_dtype == "e2m1" else group

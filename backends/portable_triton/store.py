@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import quantise_e2m1, quantise_e4m3
-from kvhal.backends.portable_triton.launch import Kernel, native, store_shape
+from kvhal.backends.portable_triton.launch import Kernel, store_shape
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.interface import Launcher, Request
 
@@ -27,24 +27,31 @@ def element_of(column, rec: tl.constexpr):
     """Element at a column of the padded tile, and whether there is one."""
     if rec.dense:
         return column, column >= 0
-    within = column % rec.group
-    element = (column // rec.group) * rec.elements_per_sf + within
-    return element, (within < rec.elements_per_sf) & (element < rec.elements)
+    else:
+        within = column % rec.group
+        element = (column // rec.group) * rec.elements_per_sf + within
+        return element, (within < rec.elements_per_sf) & (element < rec.elements)
+
+
+@triton.jit
+def word_of(column, rec: tl.constexpr):
+    """Word of eight e2m1 elements at a column of the tile, and whether there is one."""
+    if rec.dense:
+        return column, column >= 0
+    else:
+        per_tile: tl.constexpr = rec.group // 8
+        per_group: tl.constexpr = rec.elements_per_sf // 8
+        within = column % per_tile
+        word = (column // per_tile) * per_group + within
+        return word, (within < per_group) & (word < rec.elements // 8)
 
 
 @triton.jit
 def write_words(base, words, ok, rec: tl.constexpr):
     """Writes e2m1 words int32 [T, tile / 8] to rows at `base` (uint8 pointers [T])."""
     if rec.words:
-        word = tl.arange(0, words.shape[1])
-        per_group: tl.constexpr = rec.group // 8
-        if rec.dense:
-            offset, exists = word, word >= 0
-        else:
-            within = word % per_group
-            offset = (word // per_group) * (rec.elements_per_sf // 8) + within
-            exists = (within < rec.elements_per_sf // 8) & (offset < rec.elements // 8)
-        target = base.to(tl.pointer_type(tl.int32))[:, None] + offset[None, :]
+        word, exists = word_of(tl.arange(0, words.shape[1]), rec)
+        target = base.to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
         tl.store(target, words, mask=ok[:, None] & exists[None, :])
     else:
         shifts = tl.arange(0, 4) * 8
@@ -69,30 +76,41 @@ def write_scales(base, scale, ok, rec: tl.constexpr):
 
 
 @triton.jit
-def write_records(cache_ptr, block_stride, block, token, ok, bits, rec: tl.constexpr):
-    """Quantises a tile and writes its records.
+def record_bases(cache_ptr, block_stride, block, token, rec: tl.constexpr):
+    """uint8 pointers [T] to the data and to the scales of records.
 
     Args:
         cache_ptr: uint8, or bf16 for unquantised records.
         block_stride: in rec.block_unit bytes.
-        block, token, ok: int64, int64, bool [T].
-        bits: bf16 bits int16 [T, tile], zero in the padding.
+        block, token: int64 [T], or int64 for one block.
     """
-    block_base = cache_ptr.to(tl.pointer_type(tl.uint8)) + block * block_stride * rec.block_unit
-    base = block_base + token * rec.token_stride
+    base = cache_ptr.to(tl.pointer_type(tl.uint8)) + block * block_stride * rec.block_unit
+    return base + token * rec.token_stride, base + rec.sf_offset + token * rec.sf_stride
+
+
+@triton.jit
+def quantise(bits, rec: tl.constexpr):
+    """Data and scales (int32 [T, groups]) of bf16 bits int16 [T, tile]; data is codes, words, or the bits themselves."""
     if rec.dtype == "bf16":
-        element, exists = element_of(tl.arange(0, bits.shape[1]), rec)
-        target = base.to(tl.pointer_type(tl.int16))[:, None] + element[None, :]
-        tl.store(target, bits, mask=ok[:, None] & exists[None, :])
+        data, scale = bits, tl.zeros((bits.shape[0], rec.groups), tl.int32)
+    elif rec.dtype == "e4m3":
+        data, scale = quantise_e4m3(bits, rec)
     else:
-        if rec.dtype == "e4m3":
-            codes, scale = quantise_e4m3(bits, rec)
-            element, exists = element_of(tl.arange(0, bits.shape[1]), rec)
-            tl.store(base[:, None] + element[None, :], codes, mask=ok[:, None] & exists[None, :])
-        else:
-            words, scale = quantise_e2m1(bits, rec)
-            write_words(base, words, ok, rec)
-        write_scales(block_base + rec.sf_offset + token * rec.sf_stride, scale, ok, rec)
+        data, scale = quantise_e2m1(bits, rec)
+    return data, scale
+
+
+@triton.jit
+def write_records(base, sf_base, ok, data, scale, rec: tl.constexpr):
+    """Writes what `quantise` returned to the records at `base` and `sf_base`, where ok (bool [T])."""
+    if rec.dtype == "e2m1":
+        write_words(base, data, ok, rec)
+    else:
+        element, exists = element_of(tl.arange(0, data.shape[1]), rec)
+        target = base.to(tl.pointer_type(data.dtype))[:, None] + element[None, :]
+        tl.store(target, data, mask=ok[:, None] & exists[None, :])
+    if rec.dtype != "bf16":
+        write_scales(sf_base, scale, ok, rec)
 
 
 @triton.jit(
@@ -115,13 +133,15 @@ def store_kernel(
     element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
     source = kv_ptr + row[:, None] * kv_stride + element[None, :]
     bits = tl.load(source, mask=ok[:, None] & exists[None, :], other=0.0).to(tl.int16, bitcast=True)
-    write_records(cache_ptr, block_stride, block, token, ok, bits, rec)
+    base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
+    data, scale = quantise(bits, rec)
+    write_records(base, sf_base, ok, data, scale, rec)
 
 
 def bind_store(request: Request) -> Launcher:
     """The launcher of STORE (kvhal.interface, "Launchers")."""
     layout, block_size = request.layout, request.block_size
-    record = record_of(layout, block_size, native(request.platform))
+    record = record_of(layout, block_size, request.platform)
     tokens, warps = store_shape(record)
     kernel = Kernel(store_kernel, (record, tokens), warps)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2

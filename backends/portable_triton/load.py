@@ -1,0 +1,214 @@
+"""`load_paged_kv_cache` and `load_kv_slots` in Triton: dequantised rows for main layouts, raw bytes for index layouts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, dequantise_words
+from kvhal.backends.portable_triton.launch import Kernel, copy_shape, load_shape
+from kvhal.backends.portable_triton.record import record_of
+from kvhal.backends.portable_triton.store import element_of, record_bases, resolve_slots, word_of
+from kvhal.interface import Launcher, Request
+
+
+@triton.jit
+def read_scales(base, ok, rec: tl.constexpr):
+    """Scale factors [T, groups] of rows at `base` (uint8 pointers [T]): uint8, or fp32 bit patterns as int32."""
+    group = tl.arange(0, rec.groups)
+    mask = ok[:, None] & (group < rec.num_scales)[None, :]
+    if rec.sf_item == 1:
+        bits = tl.load(base[:, None] + group[None, :], mask=mask, other=0)
+    elif rec.sf_aligned:
+        bits = tl.load(base.to(tl.pointer_type(tl.int32))[:, None] + group[None, :], mask=mask, other=0)
+    else:
+        bits = tl.zeros(mask.shape, tl.int32)
+        for byte in tl.static_range(4):
+            part = tl.load(base[:, None] + group[None, :] * 4 + byte, mask=mask, other=0)
+            bits |= part.to(tl.int32) << (8 * byte)
+    return bits
+
+
+@triton.jit
+def read_words(base, ok, rec: tl.constexpr):
+    """e2m1 words int32 [T, tile / 8] of rows at `base` (uint8 pointers [T])."""
+    rows: tl.constexpr = ok.shape[0]
+    width: tl.constexpr = rec.groups * rec.group // 8
+    if rec.words:
+        word, exists = word_of(tl.arange(0, width), rec)
+        source = base.to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
+        # one word a lane becomes the sixteen bytes that the lane stores: nothing has to change lanes in between
+        source = tl.multiple_of(source, (1, 4))
+        words = tl.load(source, mask=ok[:, None] & exists[None, :], other=0)
+    else:
+        element, exists = element_of(tl.arange(0, width * 4) * 2, rec)
+        data = tl.load(base[:, None] + element[None, :] // 2, mask=ok[:, None] & exists[None, :], other=0)
+        shifts = tl.arange(0, 4) * 8
+        words = tl.sum(tl.reshape(data, (rows, width, 4)).to(tl.int32) << shifts[None, None, :], axis=2)
+    return words
+
+
+@triton.jit
+def read_records(base, sf_base, ok, rec: tl.constexpr):
+    """Records at `base` and `sf_base` (uint8 pointers [T]) as bf16 bits int16 [T, tile]; zeros where not ok."""
+    if rec.dtype == "e2m1":
+        scale = decode_scale(read_scales(sf_base, ok, rec), rec)
+        bits = dequantise_words(read_words(base, ok, rec), scale, rec)
+    else:
+        element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
+        mask = ok[:, None] & exists[None, :]
+        if rec.dtype == "e4m3":
+            scale = decode_scale(read_scales(sf_base, ok, rec), rec)
+            bits = dequantise_codes(tl.load(base[:, None] + element[None, :], mask=mask, other=0), scale, rec)
+        else:
+            bits = tl.load(base.to(tl.pointer_type(tl.int16))[:, None] + element[None, :], mask=mask, other=0)
+    return bits
+
+
+@triton.jit
+def write_rows(out_ptr, out_stride, row, written, bits, rec: tl.constexpr):
+    """Writes bf16 bits int16 [T, tile] to rows [T] (int64) of a bf16 matrix, where written (bool [T])."""
+    element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
+    target = out_ptr.to(tl.pointer_type(tl.int16)) + row[:, None] * out_stride + element[None, :]
+    tl.store(target, bits, mask=written[:, None] & exists[None, :])
+
+
+@triton.jit
+def segment_rows(segments_ptr, total_k, num_blocks, rec: tl.constexpr, tokens: tl.constexpr):
+    """Block, tokens [T], validity of the source, output rows [T] and whether they are written, of this program's part."""
+    parts: tl.constexpr = (rec.block_size + tokens - 1) // tokens
+    segment = tl.program_id(0).to(tl.int64) // parts
+    segments_ptr += segment * 4
+    block = tl.load(segments_ptr).to(tl.int64)
+    begin = tl.load(segments_ptr + 1).to(tl.int64)
+    end = tl.load(segments_ptr + 2).to(tl.int64)
+    target = tl.load(segments_ptr + 3).to(tl.int64)
+    first = tl.maximum(begin, 0) + (tl.program_id(0) % parts) * tokens
+    token = first + tl.arange(0, tokens)
+    row = token + (target - begin)
+    covered = (token < tl.minimum(end, rec.block_size)) & (row >= 0) & (row < total_k)
+    return block, token, covered & (block >= 0) & (block < num_blocks), row, covered
+
+
+@triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
+def load_kernel(
+    cache_ptr,
+    segments_ptr,
+    out_ptr,
+    out_stride,
+    total_k: tl.int64,
+    num_blocks: tl.int64,
+    block_stride: tl.int64,
+    rec: tl.constexpr,
+    tokens: tl.constexpr,
+):
+    block, token, ok, row, covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
+    base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
+    write_rows(out_ptr, out_stride, row, covered, read_records(base, sf_base, ok, rec), rec)
+
+
+@triton.jit(do_not_specialize=["n", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["slots_ptr"])
+def load_slots_kernel(
+    cache_ptr,
+    slots_ptr,
+    out_ptr,
+    out_stride,
+    n: tl.int64,
+    num_blocks: tl.int64,
+    block_stride: tl.int64,
+    rec: tl.constexpr,
+    tokens: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
+    block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
+    base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
+    write_rows(out_ptr, out_stride, row, row < n, read_records(base, sf_base, ok, rec), rec)
+
+
+@triton.jit
+def copy_bytes(source, target, ok, covered, count: tl.constexpr):
+    """Copies `count` bytes a row between uint8 pointers [T]; zeros where not ok, nothing where not covered."""
+    byte = tl.arange(0, triton.next_power_of_2(count))
+    exists = (byte < count)[None, :]
+    data = tl.load(source[:, None] + byte[None, :], mask=ok[:, None] & exists, other=0)
+    tl.store(target[:, None] + byte[None, :], data, mask=covered[:, None] & exists)
+
+
+@triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
+def load_raw_kernel(
+    cache_ptr,
+    segments_ptr,
+    out_ptr,
+    out_stride,
+    out_sf_ptr,
+    out_sf_stride,
+    total_k: tl.int64,
+    num_blocks: tl.int64,
+    block_stride: tl.int64,
+    rec: tl.constexpr,
+    tokens: tl.constexpr,
+):
+    block, token, ok, row, covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
+    base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
+    copy_bytes(base, out_ptr + row * out_stride, ok, covered, rec.data_bytes)
+    copy_bytes(sf_base, out_sf_ptr + row * out_sf_stride, ok, covered, rec.num_scales * rec.sf_item)
+
+
+def bind_load(request: Request) -> Launcher:
+    """The launcher of LOAD (kvhal.interface, "Launchers")."""
+    layout, block_size = request.layout, request.block_size
+    record = record_of(layout, block_size, request.platform)
+    if layout.is_index:
+        return _bind_raw(record)
+    tokens, warps = load_shape(record)
+    kernel = Kernel(load_kernel, (record, tokens), warps)
+    parts = (block_size + tokens - 1) // tokens
+    unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
+
+    def launch(cache, segments, total_k, out, out_sf):
+        blocks, stride = cache.shape[0], cache.stride(0) // unit
+        kernel(segments.shape[0] * parts, cache, segments, out, out.stride(0), total_k, blocks, stride)
+
+    return launch
+
+
+def _bind_raw(record) -> Launcher:
+    tokens, warps = copy_shape(record)
+    kernel = Kernel(load_raw_kernel, (record, tokens), warps)
+    parts = (record.block_size + tokens - 1) // tokens
+
+    def launch(cache, segments, total_k, out, out_sf):
+        # Bytes are copied, whatever they mean; fp8 pointers do not exist below sm_89.
+        sf_bytes = out_sf.view(torch.uint8)
+        sf_stride = out_sf.stride(0) * out_sf.element_size()
+        kernel(
+            segments.shape[0] * parts,
+            cache,
+            segments,
+            out.view(torch.uint8),
+            out.stride(0),
+            sf_bytes,
+            sf_stride,
+            total_k,
+            cache.shape[0],
+            cache.stride(0) // record.block_unit,
+        )
+
+    return launch
+
+
+def bind_load_slots(request: Request) -> Launcher:
+    """The launcher of LOAD_SLOTS (kvhal.interface, "Launchers")."""
+    layout = request.layout
+    record = record_of(layout, request.block_size, request.platform)
+    tokens, warps = load_shape(record)
+    kernel = Kernel(load_slots_kernel, (record, tokens), warps)
+    unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
+
+    def launch(cache, slots, out):
+        n = slots.shape[0]
+        programs = (n + tokens - 1) // tokens
+        kernel(programs, cache, slots, out, out.stride(0), n, cache.shape[0], cache.stride(0) // unit)
+
+    return launch
