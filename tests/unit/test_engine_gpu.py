@@ -10,6 +10,7 @@ import torch
 
 import kvhal
 from kvhal.engine import BOS, Engine, EngineConfig, no_cache_logits
+from kvhal.interface import FORMAT_OPS
 from kvhal.registry import backends
 
 SMALL = EngineConfig(num_layers=4, window_size=12, swa_block_size=14, block_size=16, top_k=4, max_seq_len=160, max_batch=3)
@@ -28,7 +29,7 @@ def text(count: int, seed: int) -> list[int]:
 
 def need(backend: str, config: EngineConfig) -> None:
     for op in kvhal.Op:
-        for layout in (config.swa_format, config.main_format, config.index_format):
+        for layout in (config.swa_format, config.main_format, config.index_format) if op in FORMAT_OPS else (None,):
             with kvhal.use_backend(backend):
                 decision = kvhal.explain(op, layout=layout, device="cuda")
             if decision.chosen is None:
