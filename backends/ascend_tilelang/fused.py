@@ -150,7 +150,8 @@ class _FusedStore:
         if cache is None:
             data, sf = absent["data"], absent["sf"]
         elif self._record.dtype == "bf16":
-            data, sf = cache[:, :, 0].view(torch.int16), absent["sf"].expand(cache.shape[0], cache.shape[1], 0)
+            data = cache[:, :, 0].view(torch.int16)
+            sf = data[:, :, :0].view(torch.uint8)
         else:
             data, sf = record_views(cache, self._layout, self._record.unit)
         self._compiler.kernel(fused_kernel, self._record)(
@@ -189,7 +190,7 @@ class _FusedStore:
             "words": empty((1,), torch.int32),
             "angles": empty((1, 2), torch.float32),
             "data": empty((1, 1, record.data_stride), unit)[:0, :, : record.data_units],
-            "sf": empty((1, 1, max(record.sf_stride, 1)), torch.uint8)[:0, :, : record.sf_bytes],
+            "sf": empty((1, 1, record.sf_stride), torch.uint8)[:0, :, : record.sf_bytes],
             "back": empty((1, record.elements), torch.int16)[:0],
         }
         self._absent[device] = shapes

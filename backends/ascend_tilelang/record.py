@@ -111,7 +111,7 @@ def fused_record_of(layout: KVCacheFormat) -> Record:
         data_units=layout.elements,
         sf_bytes=0,
         data_stride=layout.elements,
-        sf_stride=0,
+        sf_stride=2 * layout.elements,
     )
 
 
