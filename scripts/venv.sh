@@ -28,7 +28,8 @@ _find_python() {
     _fail "no Python 3.11 or newer found; name one with PYTHON=/path/to/python"
 }
 
-_pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+# Without --no-compile pip compiles thousands of files that nothing ever imports; -qq keeps warnings about its own set-up out.
+_pip() { "$python" -m pip install -qq --no-compile --disable-pip-version-check "$@"; }
 
 _has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
 
