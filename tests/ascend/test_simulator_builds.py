@@ -31,7 +31,7 @@ def test_unsupported_intrinsic_is_named():
 
 
 def test_unsupported_header_and_core_are_named():
-    with pytest.raises(simulator.UnsupportedSource, match="<tl_templates.ascend.gemm"):
+    with pytest.raises(simulator.UnsupportedSource, match=r"gemm\.h"):
         source.translate("#include <tl_templates/ascend/gemm.h>\n", ())
     with pytest.raises(simulator.UnsupportedSource, match="cube"):
         source.translate('extern "C" __global__ __cube__ void k() {}', ())
