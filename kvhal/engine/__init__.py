@@ -13,6 +13,7 @@ from kvhal.engine.decode import Decoder
 from kvhal.engine.engine import DEFAULT_CHUNK, Engine, Generation
 from kvhal.engine.model import Model, greedy
 from kvhal.engine.oracle import no_cache_logits
+from kvhal.engine.parallel import ContextParallel
 from kvhal.engine.runtime import CrossLayerRuntime
 from kvhal.engine.weights import Weights, make_weights
 
@@ -23,6 +24,7 @@ __all__ = [
     "DEFAULT_CHUNK",
     "VOCABULARY",
     "Caches",
+    "ContextParallel",
     "CrossLayerRuntime",
     "Decoder",
     "Engine",

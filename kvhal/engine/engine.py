@@ -13,6 +13,7 @@ from kvhal.engine.config import BOS, VOCABULARY, EngineConfig
 from kvhal.engine.decode import Decoder
 from kvhal.engine.metadata import plan_prefill
 from kvhal.engine.model import Model, greedy
+from kvhal.engine.parallel import ContextParallel
 from kvhal.engine.prefill import prefill_chunk
 from kvhal.engine.weights import Weights, make_weights
 
@@ -52,13 +53,19 @@ class Engine:
         config: the model and its caches.
         device: where all of it lives.
         weights: of the model; None makes them from the configured seed.
+        parallel: the ranks that share prefills; each has an engine and gets the same calls. None: this process alone.
     """
 
     def __init__(
-        self, config: EngineConfig, device: torch.device | str = "cpu", weights: Weights | None = None
+        self,
+        config: EngineConfig,
+        device: torch.device | str = "cpu",
+        weights: Weights | None = None,
+        parallel: ContextParallel | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
+        self.parallel = parallel
         self.model = Model(config, make_weights(config, self.device) if weights is None else weights)
         self.caches = Caches(config, self.device)
         self._decoders: dict[int, Decoder] = {}
@@ -135,8 +142,10 @@ class Engine:
         self.caches.reserve(sequences, lengths)
         if sum(lengths) == 0:
             return [self._no_logits() for _ in chunks]
-        step = plan_prefill(self.caches, sequences, chunks).to(self.device)
-        logits = prefill_chunk(self.model, self.caches, step)
+        step = plan_prefill(self.caches, sequences, chunks)
+        if self.parallel is not None:
+            step = self.parallel.share(step, lengths)
+        logits = prefill_chunk(self.model, self.caches, step.to(self.device), self.parallel)
         for sequence, length in zip(sequences, lengths, strict=True):
             sequence.length += length
         return list(torch.split(logits, lengths))
@@ -208,9 +217,7 @@ class Engine:
         if not prompts:
             return []
         steps = torch.stack(rows, 1)
-        return [
-            Generation(tokens, greedy(logits).tolist(), logits) for tokens, logits in zip(token_lists, steps, strict=True)
-        ]
+        return [Generation(tokens, greedy(logits).tolist(), logits) for tokens, logits in zip(token_lists, steps, strict=True)]
 
     def release(self, sequences: list[Sequence]) -> None:
         """Gives the sequences' blocks and rings back."""

@@ -32,6 +32,8 @@ class PrefillMetadata:
         group_positions: int32 ``[g]``, the position of each group's first token.
         group_slots: ``[g]`` slots of the compressed and index caches.
         visible_begin, visible_end: int32 ``[n, 1]``, the compressed rows that each query may attend to.
+        order: None where one process computes all queries. Otherwise tokens, positions, swa_pivots and visible_* hold the rows
+            that this rank computes, and `order` int64 ``[n]`` says where each token's row is among those of all ranks.
     """
 
     tokens: Tensor
@@ -50,6 +52,12 @@ class PrefillMetadata:
     group_slots: Tensor
     visible_begin: Tensor
     visible_end: Tensor
+    order: Tensor | None = None
+
+    @property
+    def chunk_rows(self) -> int:
+        """n, also where this rank computes fewer of them."""
+        return self.swa_slots.shape[0]
 
     def to(self, device: torch.device) -> PrefillMetadata:
         """The same with every tensor on `device`."""
@@ -74,9 +82,7 @@ def plan_prefill(caches: Caches, sequences: list[Sequence], chunks: list[list[in
     owner = np.repeat(np.arange(len(sequences)), count)
     positions = np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)
 
-    swa = plan.build_swa_load_plan(
-        end, count, states, window_size=config.window_size, swa_block_size=config.swa_block_size
-    )
+    swa = plan.build_swa_load_plan(end, count, states, window_size=config.window_size, swa_block_size=config.swa_block_size)
     compressed = plan.build_compressed_load_plan(end, tables, block_size=config.block_size, ratio=config.ratio)
     slots = plan.build_compressed_slot_mapping(end, count, tables, block_size=config.block_size, ratio=config.ratio)
     completing = torch.nonzero(slots >= 0).view(-1)

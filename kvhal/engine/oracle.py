@@ -31,9 +31,7 @@ _QUERY_TILE = 256  #: queries at a time; it bounds the dense score matrix
 
 
 @torch.no_grad()
-def no_cache_logits(
-    config: EngineConfig, weights: Weights, tokens: list[int] | Tensor, *, quantized: bool = True
-) -> Tensor:
+def no_cache_logits(config: EngineConfig, weights: Weights, tokens: list[int] | Tensor, *, quantized: bool = True) -> Tensor:
     """Logits of every position of one sequence.
 
     Args:

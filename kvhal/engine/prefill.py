@@ -12,9 +12,10 @@ from kvhal.engine.arithmetic import RECORD_BITS, attend, index_scores, pick_top,
 from kvhal.engine.caches import Caches, SourceCaches
 from kvhal.engine.metadata import PrefillMetadata
 from kvhal.engine.model import Model
+from kvhal.engine.parallel import ContextParallel
 from kvhal.engine.runtime import CrossLayerRuntime
-from kvhal.formats import KVCacheFormat
-from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs
+from kvhal.formats import BF16_FORMAT, KVCacheFormat
+from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
 from kvhal.ops import (
     KVCacheTensors,
     expand_swa_index,
@@ -26,13 +27,14 @@ from kvhal.ops import (
 QUERY_TILE = 128  #: queries attended at a time: it bounds the gathered records
 
 
-def prefill_chunk(model: Model, caches: Caches, step: PrefillMetadata) -> Tensor:
+def prefill_chunk(model: Model, caches: Caches, step: PrefillMetadata, parallel: ContextParallel | None = None) -> Tensor:
     """Runs the chunk and stores its records.
 
     Args:
         model: configuration and weights, on the caches' device.
         caches: written in place.
         step: the chunk, on the same device; at least one token.
+        parallel: the ranks that `step` is shared between, None for one process.
 
     Returns:
         fp32 ``[n, vocabulary]``, the logits of every token of the chunk.
@@ -43,20 +45,25 @@ def prefill_chunk(model: Model, caches: Caches, step: PrefillMetadata) -> Tensor
     for layer, weights in enumerate(model.weights.layers):
         h = model.hidden(x, weights.norm)
         if model.config.source_layer(layer) == layer:
-            _compress(model, caches.sources[layer], step, layer, h)
+            _compress(model, caches.sources[layer], step, layer, _whole(h, step, parallel))
             kv, index = _load_group(model, caches.sources[layer], step, layer, h, window)
             runtime.publish(layer, kv, index)
         kv, index = runtime.of(model.config.source_layer(layer))
         _load_history(model, caches, step, layer, kv)
-        _store_window(model, caches, step, layer, h, kv)
+        _store_window(model, caches, step, layer, h, kv, parallel)
         values = _attend(model, model.queries(weights, h, step.positions), kv, index)
         x = x + model.attention_output(weights, values)
         x = x + model.feed_forward(weights, x)
-    return model.logits(x)
+    return _whole(model.logits(x), step, parallel)
+
+
+def _whole(rows: Tensor, step: PrefillMetadata, parallel: ContextParallel | None) -> Tensor:
+    """Rows of the whole chunk from those that this rank has computed."""
+    return rows if parallel is None or step.order is None else parallel.gather(rows, step.order)
 
 
 def _compress(model: Model, source: SourceCaches, step: PrefillMetadata, layer: int, h: Tensor) -> None:
-    """Pools the groups that the chunk completes and stores their records and indexer keys.
+    """Pools the groups that the chunk completes, out of its hidden rows `h`, and stores their records and indexer keys.
 
     They are stored before the load, unlike the window's: a block is only ever appended to, so no slot that the chunk
     reads is overwritten, and the chunk's own groups are read back as every later step will read them.
@@ -73,11 +80,9 @@ def _load_group(
 ) -> tuple[Tensor, Tensor]:
     """The group's buffer with its compressed part loaded, and the table of what each query attends to."""
     config, compressor = model.config, model.source(layer)
-    main_offset = step.history_rows + h.shape[0]
+    main_offset = step.history_rows + step.chunk_rows
     kv = h.new_empty((main_offset + step.compressed_rows, config.latent_size), dtype=torch.bfloat16)
-    load_paged_kv_cache(
-        source.main, step.compressed, step.compressed_rows, out=kv[main_offset:], layout=config.main_format
-    )
+    load_paged_kv_cache(source.main, step.compressed, step.compressed_rows, out=kv[main_offset:], layout=config.main_format)
     raw = load_paged_kv_cache(source.index, step.compressed, step.compressed_rows, layout=config.index_format)
     keys = snap(_index_keys(raw, config.index_format), RECORD_BITS, model.dtype)
     queries, head_weights = model.index_queries(compressor, h, step.positions)
@@ -90,7 +95,7 @@ def _load_group(
         )
         for tile in _tiles(h.shape[0])
     ]
-    return kv, kv_index_cat(window, torch.cat(picks), step.history_rows, h.shape[0])
+    return kv, kv_index_cat(window, torch.cat(picks), step.history_rows, step.chunk_rows)
 
 
 def _index_keys(raw: KVCacheTensors, layout: KVCacheFormat) -> Tensor:
@@ -109,21 +114,36 @@ def _load_history(model: Model, caches: Caches, step: PrefillMetadata, layer: in
     )
 
 
-def _store_window(model: Model, caches: Caches, step: PrefillMetadata, layer: int, h: Tensor, kv: Tensor) -> None:
+def _store_window(
+    model: Model,
+    caches: Caches,
+    step: PrefillMetadata,
+    layer: int,
+    h: Tensor,
+    kv: Tensor,
+    parallel: ContextParallel | None,
+) -> None:
     """Stores the chunk's records in the ring and puts what a load would return into the buffer.
 
     Only after `_load_history`: the ring slots that this chunk takes may hold the history that its first queries see.
     """
     weights, layout = model.weights.layers[layer], model.config.swa_format
-    rows = kv[step.history_rows : step.history_rows + h.shape[0]]
+    latent = model.latent(weights, h)
+    norm: NormArgs | None = model.norm_args(weights.latent_norm)
+    rope: RopeArgs | None = model.rope_args(step.positions)
+    if parallel is not None:
+        # the stages on this rank's rows, up to the one rounding to bf16; what is left is the store of that bf16
+        bf16 = CastArgs.for_layout(BF16_FORMAT, cast_back=True)
+        rounded = fused_norm_rope_hadamard_cast_store_kvcache(latent, norm_args=norm, rope_args=rope, cast_args=bf16)
+        latent, norm, rope = _whole(cast(Tensor, rounded), step, parallel), None, None
     back = fused_norm_rope_hadamard_cast_store_kvcache(
-        model.latent(weights, h),
-        norm_args=model.norm_args(weights.latent_norm),
-        rope_args=model.rope_args(step.positions),
+        latent,
+        norm_args=norm,
+        rope_args=rope,
         cast_args=CastArgs.for_layout(layout, cast_back=True),
         out_args=KVCacheOutArgs(caches.swa[layer], step.swa_slots, layout),
     )
-    rows.copy_(cast(Tensor, back))
+    kv[step.history_rows : step.history_rows + step.chunk_rows].copy_(cast(Tensor, back))
 
 
 def _attend(model: Model, queries: Tensor, kv: Tensor, index: Tensor) -> Tensor:
@@ -140,9 +160,7 @@ def _tiles(rows: int) -> list[slice]:
     return [slice(begin, min(begin + QUERY_TILE, rows)) for begin in range(0, rows, QUERY_TILE)]
 
 
-def store_group(
-    model: Model, source: SourceCaches, layer: int, pooled: Tensor, positions: Tensor, slots: Tensor
-) -> None:
+def store_group(model: Model, source: SourceCaches, layer: int, pooled: Tensor, positions: Tensor, slots: Tensor) -> None:
     """Stores pooled groups as compressed records and as indexer keys.
 
     Args:
