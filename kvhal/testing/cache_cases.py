@@ -21,7 +21,7 @@ from kvhal.testing.maker import Maker
 from kvhal.testing.values import adversarial_rows
 
 BLOCK_SIZES = (64, 3, 48, 1, 16, 133)
-TOKENS = 40  #: rows of the value cases: each of the 19 patterns meets each group
+TOKENS = 22  #: rows of the value cases: each of the 19 patterns meets each group
 
 
 def block_sizes(layout: KVCacheFormat) -> tuple[int, int]:
@@ -132,8 +132,8 @@ def load_cases(layout: KVCacheFormat) -> list[Case]:
         case("plan", _load(layout, first, hostile=False)),
         case("hostile", _load(layout, first, out="rows")),
         case("hostile-misaligned", _load(layout, second, out="misaligned"), second),
-        case("subcache", _load(layout, second, out="plain", skip_blocks=1, stretch=2), second),
-        case("no-blocks", _load(layout, first, blocks=0, out="plain")),
+        case("subcache", _load(layout, second, hostile=False, out="plain", skip_blocks=1, stretch=2), second),
+        case("no-blocks", _load(layout, first, hostile=False, count=4, blocks=0, out="plain")),
         case("no-segments", _load(layout, first, count=0, hostile=False, out="plain")),
         case("whole-blocks", _whole_blocks(layout, second), second),
     ]

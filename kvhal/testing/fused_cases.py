@@ -36,7 +36,7 @@ class Fused:
     store: bool = True
     back: bool = False
     misaligned: bool = False
-    tokens: int | None = None
+    tokens: int = 20  #: at most; each of the 19 patterns of adversarial values meets each group
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class Fused:
 BF16, FP32 = torch.bfloat16, torch.float32
 
 CASES: dict[str, Fused] = {
-    "cast": Fused(hostile=True, back=True, wide=False),
+    "cast": Fused(hostile=True, back=True, wide=False, tokens=99),
     "norm": Fused(norm=BF16, hostile=True),
     "rope": Fused(rope=1, hostile=True, wide=False, misaligned=True),
     "neox": Fused(rope=2, neox=True, offset=True, fp32=True, back=True),
@@ -80,7 +80,7 @@ def _make(layout: KVCacheFormat, size: int, what: Fused) -> Callable[[Maker], di
         arguments: dict[str, Any] = {"cast_args": CastArgs.for_layout(layout, cast_back=what.back)}
         blocks = blocks_for(10, size)
         slots = metadata.slots(maker.rng, blocks * size, 10, what.wide, unique=True)
-        tokens = len(slots) if what.tokens is None else what.tokens
+        tokens = min(len(slots), what.tokens)
         arguments["kv"] = _input(maker, layout, tokens, what)
         if what.store:
             cache = maker.cache(layout, blocks, size, written=True)

@@ -16,6 +16,7 @@ from kvhal.interface import FORMAT_OPS, Backend
 from kvhal.registry import backends
 from kvhal.testing import CONFORMANCE_FORMATS, Case, allocate, cases, poison, run_case
 from kvhal.testing.buffers import GUARD_BYTES, locate_in_rows
+from kvhal.testing.cache_cases import TOKENS
 from kvhal.testing.compare import SHOWN
 from kvhal.testing.matrix import render
 from kvhal.testing.values import PATTERNS, adversarial_rows
@@ -65,9 +66,9 @@ def test_poison_depends_on_the_address() -> None:
 
 def test_every_pattern_meets_every_group() -> None:
     layout = kvhal.V41_FORMAT
-    met = {(row + group) % len(PATTERNS) for row in range(40) for group in [5]}
+    met = {(row + group) % len(PATTERNS) for row in range(TOKENS) for group in [5]}
     assert met == set(range(len(PATTERNS)))
-    rows = adversarial_rows(np.random.default_rng(0), 40, layout)
+    rows = adversarial_rows(np.random.default_rng(0), TOKENS, layout)
     magnitude = rows & 0x7FFF
     assert (magnitude > 0x7F80).any() and (magnitude == 0x7F80).any() and (rows == 0x8000).any()
     assert ((magnitude > 0) & (magnitude < 0x80)).any()
