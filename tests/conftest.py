@@ -17,7 +17,7 @@ import torch
 from kvhal.platform import available_devices
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITE = Path(__file__).resolve().parent / "conformance"
+SUITE = Path(__file__).resolve().parent / "conformance" / "test_conformance.py"
 torch.set_num_threads(1)  # the cases are small, and workers share the cores
 HAS_GPU = any(device.type == "cuda" for device in available_devices())
 RAN: Counter[str] = Counter()  #: conformance cells that ran
@@ -59,18 +59,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         RAN[str(properties["cell"])] += 1
 
 
-def _whole_suite(config: pytest.Config) -> bool:
-    """The session was asked for all of tests/conformance."""
+def _asked_for_suite(config: pytest.Config) -> bool:
+    """The session was asked for tests/conformance, if only for one backend."""
     options = config.option
-    if options.keyword or options.markexpr not in ("", "not gpu") or options.collectonly or options.backend:
-        return False
-    if getattr(options, "deselect", None) or getattr(options, "lf", False):
+    narrowed = (options.keyword, options.collectonly, options.deselect, options.ignore, options.ignore_glob)
+    if any(narrowed) or options.markexpr not in ("", "not gpu") or getattr(options, "lf", False):
         return False
     paths = [(Path(config.invocation_params.dir) / argument.partition("::")[0]).resolve() for argument in config.args]
     return any("::" not in argument and SUITE.is_relative_to(path) for argument, path in zip(config.args, paths, strict=True))
 
 
-def _missing_cells(config: pytest.Config) -> list[str]:
+def _missing_cells() -> list[str]:
     from kvhal.testing.matrix import promised_cells
 
     text = (ROOT / "docs" / "support_matrix.md").read_text(encoding="utf-8")
@@ -80,9 +79,9 @@ def _missing_cells(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config = session.config
-    if hasattr(config, "workerinput") or exitstatus != pytest.ExitCode.OK or not _whole_suite(config):
+    if hasattr(config, "workerinput") or exitstatus != pytest.ExitCode.OK or not _asked_for_suite(config):
         return
-    missing = _missing_cells(config)
+    missing = [] if config.option.backend else _missing_cells()
     config.stash[MISSING] = missing
     if missing or not RAN:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -101,6 +100,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if MISSING in config.stash and not RAN:
         write("ERROR: no conformance test ran", red=True)
     if not HAS_GPU:
-        write(f"NO GPU TESTS RAN: this machine has no CUDA device ({GPU['skipped']} collected GPU tests skipped)", yellow=True)
+        skipped = f" ({GPU['skipped']} skipped)" if GPU["skipped"] else ""
+        write(f"NO GPU TESTS RAN: this machine has no CUDA device{skipped}", yellow=True)
     elif GPU:
         write("GPU tests: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(GPU.items())))

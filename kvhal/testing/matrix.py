@@ -13,7 +13,7 @@ from kvhal.registry import BUILTIN_BACKENDS, backends
 from kvhal.testing.formats import CONFORMANCE_FORMATS
 from kvhal.testing.platforms import PLATFORMS
 
-ALL = "every format"
+ALL, BUT = "every format", " but "
 HEAD = """# Support matrix
 
 Generated from the backends' own checks on made-up machines that have everything installed; a test compares it. Regenerate with
@@ -47,10 +47,25 @@ def _section(backend: Backend) -> str:
             row = tuple(_cell(backend, op, layout, platform, notes) for platform in PLATFORMS.values())
             groups.setdefault(row, []).append(name)
         for row, names in groups.items():
-            formats = ALL if len(names) == len(CONFORMANCE_FORMATS) else ", ".join(names)
-            lines.append(f"| {op} | {formats} | {' | '.join(row)} |")
+            lines.append(f"| {op} | {_spell(names)} | {' | '.join(row)} |")
     lines += ["", *(f"{number}. {text}" for text, number in notes.items())]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _spell(names: list[str]) -> str:
+    """A list of formats, or what is left out where that is shorter."""
+    others = [name for name in CONFORMANCE_FORMATS if name not in names]
+    if names == ["-"] or len(others) > len(names):
+        return ", ".join(names)
+    return BUT.join([ALL, ", ".join(others)]) if others else ALL
+
+
+def _read(text: str) -> list[str]:
+    """The formats that `_spell` wrote."""
+    if not text.startswith(ALL):
+        return text.split(", ")
+    others = text.removeprefix(ALL).removeprefix(BUT).split(", ")
+    return [name for name in CONFORMANCE_FORMATS if name not in others]
 
 
 def _cell(backend: Backend, op: Op, layout: KVCacheFormat | None, platform: Platform, notes: dict[str, int]) -> str:
@@ -73,8 +88,7 @@ def rows_of(text: str) -> Iterable[tuple[str, str, str, dict[str, str]]]:
         elif line.startswith("| operation"):
             columns = cells[2:]
         elif line.startswith("| ") and columns:
-            names = list(CONFORMANCE_FORMATS) if cells[1] == ALL else cells[1].split(", ")
-            for name in names:
+            for name in _read(cells[1]):
                 yield backend, cells[0], name, dict(zip(columns, cells[2:], strict=True))
 
 
@@ -93,7 +107,7 @@ def _matches(platform: Platform, here: Platform) -> bool:
     installed = all(here.module(module.name).version for module in platform.modules)
     tools = all(here.tool(name) for name, _ in platform.tools)
     same = platform.kind == "cpu" or platform.arch == here.arch
-    return installed and tools and same and (platform.interpreted == here.interpreted or platform.simulate)
+    return installed and tools and same and (here.interpreted or not platform.interpreted)
 
 
 def promised_cells(text: str) -> set[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ import torch
 import kvhal
 from kvhal import Op, Request
 from kvhal.interface import FORMAT_OPS, Backend
+from kvhal.platform import available_devices
 from kvhal.registry import backends
 from kvhal.testing import CONFORMANCE_FORMATS, Case, allocate, cases, poison, run_case
 from kvhal.testing.buffers import GUARD_BYTES, locate_in_rows
 from kvhal.testing.cache_cases import TOKENS
 from kvhal.testing.compare import SHOWN
-from kvhal.testing.matrix import render
+from kvhal.testing.matrix import promised_cells, render, rows_of
 from kvhal.testing.values import PATTERNS, adversarial_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +31,25 @@ REFERENCE = backends()["reference_torch"]
 def test_the_committed_support_matrix_is_what_the_checks_say() -> None:
     text = (ROOT / "docs" / "support_matrix.md").read_text(encoding="utf-8")
     assert text == render(), "regenerate it: python -m kvhal.testing.matrix > docs/support_matrix.md"
+
+
+def test_the_matrix_can_be_read_back() -> None:
+    rows = list(rows_of(render()))
+    cells = {(backend, op, layout): row for backend, op, layout, row in rows}
+    assert len(cells) == len(rows) == 4 * (4 * len(CONFORMANCE_FORMATS) + 4)
+    assert cells["reference_torch", "store_kv_cache", "V41_FORMAT"]["ascend910b"] == "yes"
+    promised = promised_cells(render())
+    assert "reference_torch/load_kv_slots/MXFP8_INDEX_KV_FORMAT/cpu" in promised
+    assert not any(cell.startswith("cuda_tilelang") and cell.endswith("/cpu") for cell in promised)
+
+
+@pytest.mark.skipif(any(device.type == "cuda" for device in available_devices()), reason="needs a backend that cannot run here")
+def test_a_session_without_a_conformance_test_fails() -> None:
+    arguments = ["-q", "-p", "no:cacheprovider", "tests/conformance/test_conformance.py", "--backend", "cuda_tilelang"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "ERROR: no conformance test ran" in done.stdout
+    assert "NO GPU TESTS RAN" in done.stdout
 
 
 def test_every_cell_has_cases() -> None:
