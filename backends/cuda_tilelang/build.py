@@ -27,7 +27,7 @@ PASS_CONFIGS = {
 
 SLOT_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 ROW_ALIGNMENT = 16  #: bytes; a row on such an address is read and written in single accesses
-ITEM_ALIGNMENT = 2  #: bytes; what any bf16 row has
+BF16_BYTES = 2  #: what any bf16 row is aligned to
 
 _kernels: dict[Hashable, Kernel] = {}
 _building: dict[Hashable, threading.Lock] = {}
@@ -72,8 +72,10 @@ def _callable(compiled: Any) -> Kernel:
 
 
 def aligned(tensor: torch.Tensor) -> bool:
-    """Every row of a 2-d tensor starts on a multiple of ROW_ALIGNMENT bytes."""
-    return (tensor.data_ptr() | tensor.stride(0) * tensor.element_size()) % ROW_ALIGNMENT == 0
+    """Every row of a 2-d tensor starts on a multiple of ROW_ALIGNMENT bytes, or rows lie one behind the other from there on."""
+    if tensor.data_ptr() % ROW_ALIGNMENT:
+        return False
+    return tensor.is_contiguous() or tensor.stride(0) * tensor.element_size() % ROW_ALIGNMENT == 0
 
 
 def cache_argument(geometry: CacheGeometry, blocks: Any, stride: Any) -> Any:

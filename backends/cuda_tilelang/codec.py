@@ -65,6 +65,11 @@ class Octets:
         return self.data_bytes // 4
 
     @property
+    def padded(self) -> bool:
+        """Some lanes have no octet in the last round."""
+        return self.count != self.lanes * self.rounds
+
+    @property
     def tokens_a_warp(self) -> int:
         """Tokens that one round of a warp covers."""
         return WARP // self.lanes
@@ -95,6 +100,7 @@ def _constants(geometry: CacheGeometry, octets: Octets, row_alignment: int) -> s
     sf_bytes = SF_ITEM_BYTES.get(str(layout.sf_format), 1)
     floor, shift, mantissa = UE8M0_RULES.get(str(layout.quantized_dtype), (0, 0, 0))
     integers = {
+        "OCTETS": octets.count,
         "ROUNDS": octets.rounds,
         "LANES": octets.lanes,
         "GROUP": octets.group,
@@ -111,6 +117,8 @@ def _constants(geometry: CacheGeometry, octets: Octets, row_alignment: int) -> s
         "UE8M0_SHIFT": shift,
         "UE8M0_CARRY": (1 << BF16_MANTISSA_BITS) - 1 - mantissa,  # added to an amax, it carries where M > mantissa
         "SF_NAN": UE8M0_NAN if layout.sf_format == "ue8m0" else E4M3_NAN,
+        "QUANTIZED": int(layout.quantized_dtype is not None),
+        "POWER_OF_TWO": int(layout.sf_format == "ue8m0"),
         "HOLDS_NAN": int(layout.quantized_dtype == "e4m3"),
     }
     floats = {

@@ -46,9 +46,18 @@ template <int BYTES, int ALIGN> __device__ __forceinline__ void put(void* p, con
 __device__ __forceinline__ void get_row(u32* r, const void* p) { get<16, ROW_ALIGN>(r, p); }
 __device__ __forceinline__ void put_row(void* p, const u32* r) { put<16, ROW_ALIGN>(p, r); }
 __device__ __forceinline__ void get_data(u32* r, const void* p) { get<DATA_BYTES, CACHE_ALIGN>(r, p); }
-__device__ __forceinline__ void put_data(void* p, const u32* r) { put<DATA_BYTES, CACHE_ALIGN>(p, r); }
 __device__ __forceinline__ void get_scale(u32* r, const void* p) { get<SF_BYTES, SF_ALIGN>(r, p); }
-__device__ __forceinline__ void put_scale(void* p, u32 sf) { put<SF_BYTES, SF_ALIGN>(p, &sf); }
+// a token's octets and scales, from the addresses of its first ones
+__device__ __forceinline__ void put_record(void* data_at, void* sf_at, int lane, const u32* data, const u32* sf) {
+#pragma unroll
+  for (int h = 0; h < ROUNDS; ++h) {
+    const int octet = h * LANES + lane;
+    if (octet >= OCTETS) continue;
+    put<DATA_BYTES, CACHE_ALIGN>((u8*)data_at + octet * DATA_BYTES, data + h * ((DATA_BYTES + 3) / 4));
+    const int group = GROUP <= LANES ? h * (LANES / GROUP) + lane / GROUP : octet / GROUP;
+    if (octet % GROUP == 0 && QUANTIZED) put<SF_BYTES, SF_ALIGN>((u8*)sf_at + group * SF_BYTES, sf + h);
+  }
+}
 """
 
 FLOATS = r"""
@@ -74,15 +83,18 @@ __device__ __forceinline__ float2 from_e4m3_pair(u32 pair) {
 REDUCE = r"""
 constexpr int SPAN = GROUP < LANES ? GROUP : LANES;    // lanes of a group
 constexpr int DEPTH = GROUP < LANES ? 1 : GROUP / LANES;  // rounds of a group
+// the larger magnitude of each half, with some sign; a NaN wins and is 0x7FFF
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {
+  u32 r; asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r;
+}
 __device__ __forceinline__ void reduce(u32 m[ROUNDS]) {
 #pragma unroll
   for (int h = 0; h < ROUNDS; h += DEPTH) {
 #pragma unroll
-    for (int d = 1; d < DEPTH && h + d < ROUNDS; ++d) m[h] = __vmaxu2(m[h], m[h + d]);
+    for (int d = 1; d < DEPTH && h + d < ROUNDS; ++d) m[h] = larger(m[h], m[h + d]);
 #pragma unroll
-    for (int s = 1; s < SPAN; s *= 2) m[h] = __vmaxu2(m[h], __shfl_xor_sync(0xFFFFFFFFu, m[h], s));
-    const u32 odd = m[h] >> 16, even = m[h] & 0xFFFFu;
-    m[h] = odd > even ? odd : even;
+    for (int s = 1; s < SPAN; s *= 2) m[h] = larger(m[h], __shfl_xor_sync(0xFFFFFFFFu, m[h], s));
+    m[h] = larger(m[h], m[h] >> 16) & MAGNITUDE;
 #pragma unroll
     for (int d = 1; d < DEPTH && h + d < ROUNDS; ++d) m[h + d] = m[h];
   }
@@ -165,14 +177,19 @@ __device__ __forceinline__ void decode(u32 out[4], const u32 data[1], u32 sf) {
 
 #: `encode(data, raw, multiplier)`: an octet's data from its bf16, which are finite (or, for e4m3, NaN)
 ENCODE = {
+    # A power of two times a bf16 is exact in bf16, two at a time, down to where e4m3 has only zeros.
     "e4m3": r"""
+__device__ __forceinline__ u32 scaled_pair(u32 pair, float multiplier) {
+  if constexpr (POWER_OF_TWO) {
+    const u32 m = __float_as_uint(multiplier) >> 16;
+    u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(pair), "r"(m << 16 | m));
+    return e4m3_pair(low(r), high(r));
+  }
+  return e4m3_pair(__fmul_rn(low(pair), multiplier), __fmul_rn(high(pair), multiplier));
+}
 __device__ __forceinline__ void encode(u32 data[2], const u32 raw[4], float multiplier) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const u32 a = raw[2 * i], b = raw[2 * i + 1];
-    data[i] = e4m3_pair(__fmul_rn(low(a), multiplier), __fmul_rn(high(a), multiplier)) |
-              e4m3_pair(__fmul_rn(low(b), multiplier), __fmul_rn(high(b), multiplier)) << 16;
-  }
+  for (int i = 0; i < 2; ++i) data[i] = scaled_pair(raw[2 * i], multiplier) | scaled_pair(raw[2 * i + 1], multiplier) << 16;
 }
 """,
     # Two elements a register, as fp16 scaled by 2^-14, where e2m1's subnormal is one of fp16's: the code is then the rounded
@@ -212,9 +229,7 @@ __device__ __forceinline__ void quantize(u32* data, u32* sf, u32* raw) {
   u32 m[ROUNDS];
 #pragma unroll
   for (int h = 0; h < ROUNDS; ++h) {
-    m[h] = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) m[h] = __vmaxu2(m[h], raw[4 * h + i] & (MAGNITUDE << 16 | MAGNITUDE));
+    m[h] = larger(larger(raw[4 * h], raw[4 * h + 1]), larger(raw[4 * h + 2], raw[4 * h + 3]));
   }
   reduce(m);
   bool poisoned[ROUNDS], rare = false;
@@ -226,7 +241,7 @@ __device__ __forceinline__ void quantize(u32* data, u32* sf, u32* raw) {
       m[h] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        m[h] = __vmaxu2(m[h], finite(raw[4 * h + i], false) & (MAGNITUDE << 16 | MAGNITUDE));
+        m[h] = larger(m[h], finite(raw[4 * h + i], false));
         raw[4 * h + i] = poisoned[h] ? 0u : finite(raw[4 * h + i], true);
       }
     }

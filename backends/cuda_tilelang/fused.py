@@ -8,7 +8,7 @@ import tilelang.language as T
 import torch
 
 from kvhal.backends.cuda_tilelang.build import (
-    ITEM_ALIGNMENT,
+    BF16_BYTES,
     ROW_ALIGNMENT,
     SLOT_DTYPES,
     Kernel,
@@ -18,25 +18,26 @@ from kvhal.backends.cuda_tilelang.build import (
     kernel,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
-from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROPE_PAIRS, ROPE_SHARED, ROTATE
+from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROPE
 from kvhal.backends.cuda_tilelang.store import record_writer
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import cache_geometry
 
-TOKENS = 2  #: rounds of tokens a warp
-WARPS = 4  #: a thread block
+#: (warps of a thread block, thread blocks at most): a warp takes a token after another, the next one's row already on its way
+SHAPE = (4, 6336)
+MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+TYPE_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The static facts of a rotary embedding; `wide`: the cache's rows are read in 16-byte accesses."""
+    """The static facts of a rotary embedding."""
 
     begin: int
     dim: int
     neox: bool
-    wide: bool
     position_dtype: str
 
 
@@ -67,6 +68,8 @@ def bind_fused_store(request: Request) -> Launcher:
         slots: torch.Tensor | None,
         back: torch.Tensor | None,
     ) -> None:
+        if kv.shape[0] > MAX_TOKENS:
+            raise ValueError(f"kv: has {kv.shape[0]} rows, {request.op} takes {MAX_TOKENS} at a time; pass it in parts")
         wide = aligned(kv) and (back is None or aligned(back)) and (norm is None or norm.weight.data_ptr() % ROW_ALIGNMENT == 0)
         stages = Stages(
             FLOAT_DTYPES[kv.dtype],
@@ -75,7 +78,7 @@ def bind_fused_store(request: Request) -> Launcher:
             hadamard is not None,
             None if slots is None else SLOT_DTYPES[slots.dtype],
             back is not None,
-            ROW_ALIGNMENT if wide else ITEM_ALIGNMENT,
+            ROW_ALIGNMENT if wide else BF16_BYTES,
         )
         if stages not in built:
             run = kernel(fused_kernel, layout, block_size, stages, platform=request.platform, device=kv.device)
@@ -99,8 +102,7 @@ def bind_fused_store(request: Request) -> Launcher:
 
 def _rope(rope: RopeArgs, elements: int) -> Rope:
     begin = elements - rope.rope_dim if rope.offset is None else rope.offset
-    wide = begin % OCTET == 0 and rope.rope_dim % OCTET == 0 and aligned(rope.cos_sin_cache)
-    return Rope(begin, rope.rope_dim, rope.is_neox_style, wide, SLOT_DTYPES[rope.positions.dtype])
+    return Rope(begin, rope.rope_dim, rope.is_neox_style, SLOT_DTYPES[rope.positions.dtype])
 
 
 def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> str:
@@ -112,8 +114,8 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
         functions.append(NORM)
     if stages.rope is not None:
         rope = stages.rope
-        constants |= {"ROPE_BEGIN": rope.begin, "ROPE_DIM": rope.dim, "ROPE_NEOX": int(rope.neox), "ROPE_WIDE": int(rope.wide)}
-        functions += [ROPE_SHARED] if rope.neox or rope.begin % 2 else [ROTATE, ROPE_PAIRS]
+        constants |= {"ROPE_BEGIN": rope.begin, "ROPE_DIM": rope.dim, "ROPE_NEOX": int(rope.neox)}
+        functions.append(ROPE)
     if stages.hadamard:
         functions.append(HADAMARD)
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
@@ -121,22 +123,27 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
     return "namespace kv {\n" + "\n".join(lines) + "".join(functions) + "}  // namespace kv\n"
 
 
-def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, tokens: int = TOKENS, warps: int = WARPS) -> Any:
-    """Each warp carries `tokens` rounds of tokens through the stages; weights stay in its registers.
+def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int] = SHAPE) -> Any:
+    """Each warp carries a token after another through the stages; weights stay in its registers.
 
     Args:
         layout, block_size: what is static of the cache.
         stages: what else is static.
-        tokens, warps: see TOKENS and WARPS.
+        shape: see SHAPE.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
-    rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
+    warps, blocks_at_most = shape
+    rounds, lanes, side = octets.rounds, octets.lanes, octets.tokens_a_warp
     quantized = layout.quantized_dtype is not None
     prelude = source(geometry, stages.alignment) + fused_source(layout, stages, side * warps)
-    n, blocks, block_stride = T.dynamic("n", "int64"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
+    n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
     kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
     max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
-    get_value = {"bfloat16": "kv::get_bf16", "float32": "kv::get_fp32"}
+    input_type, weight_type = TYPE_NAMES[stages.input_dtype], TYPE_NAMES.get(str(stages.weight_dtype))
+    input_words = OCTET if stages.input_dtype == "float32" else OCTET_WORDS
+    step = side * warps * blocks_at_most
+    turn_count = 2 * -(-stages.rope.dim // (2 * lanes)) if stages.rope else 1
+    fetch, put_back = token_reader(layout, stages), back_writer(layout)
     rope, with_back = stages.rope, stages.back
     with_norm, with_rope, with_slots = stages.weight_dtype is not None, rope is not None, stages.slot_dtype is not None
     put_record = record_writer(geometry)
@@ -155,79 +162,99 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, tokens:
         slots: absent_unless(with_slots, (n,), (1,), stages.slot_dtype),
         back: absent_unless(with_back, (n, layout.elements), (back_stride, 1), "bfloat16"),
     ):
-        with T.Kernel(T.ceildiv(n, step * warps), threads=WARP * warps, prelude=prelude) as group:
-            values = T.alloc_local((tokens * rounds * OCTET,), "float32")
+        with T.Kernel(T.min(T.ceildiv(n, side * warps), blocks_at_most), threads=WARP * warps, prelude=prelude) as program:
+            raw = T.alloc_local((rounds * input_words,), "uint32")
+            values = T.alloc_local((rounds * OCTET,), "float32")
             factors = T.alloc_local((rounds * OCTET,), "float32")
-            raw = T.alloc_local((rounds * OCTET_WORDS,), "uint32")
+            words = T.alloc_local((rounds * OCTET_WORDS,), "uint32")
             data = T.alloc_local((rounds * octets.data_words,), "uint32")
             sf = T.alloc_local((rounds,), "uint32")
-            slot = T.alloc_local((tokens,), "int64")
-            place = T.alloc_local((tokens,), "int64")
+            slot = T.alloc_local((1,), "int64")  # of the next token
+            place = T.alloc_local((1,), "int64")  # position of the one after that
+            turns = T.alloc_local((turn_count,), "float32")  # cosines and sines of the next token
             thread = T.get_thread_binding()
             lane = thread % lanes
-            first = T.cast(group * warps + thread // WARP, "int64") * step + thread % WARP // lanes
+            first = program * (warps * side) + thread // lanes
             T.pdl_sync()
-            for i in T.unroll(tokens):
-                slot[i] = T.int64(-1)
-                place[i] = T.int64(-1)
-                if first + i * side < n:
-                    if with_slots:
-                        slot[i] = T.cast(slots[first + i * side], "int64")
-                    if with_rope:
-                        place[i] = T.cast(positions[first + i * side], "int64")
-                for h in T.unroll(rounds):
-                    octet = h * lanes + lane
-                    value = (i * rounds + h) * OCTET
-                    for v in T.unroll(OCTET):
-                        values[value + v] = T.float32(0)
-                    if (first + i * side < n) & (octet < octets.count):
-                        call(
-                            get_value[stages.input_dtype],
-                            T.address_of(values[value]),
-                            T.address_of(kv[first + i * side, octet * OCTET]),
-                        )
             if with_norm:
                 for h in T.unroll(rounds):
-                    for v in T.unroll(OCTET):
-                        factors[h * OCTET + v] = T.float32(0)
+                    if octets.padded:
+                        for v in T.unroll(OCTET):
+                            factors[h * OCTET + v] = T.float32(0)
                     if h * lanes + lane < octets.count:
-                        call(
-                            get_value[stages.weight_dtype],
-                            T.address_of(factors[h * OCTET]),
-                            T.address_of(weight[(h * lanes + lane) * OCTET]),
-                        )
-            for i in T.unroll(tokens):
-                value = i * rounds * OCTET
+                        at = (h * lanes + lane) * OCTET
+                        call(f"kv::get_{weight_type}", T.address_of(factors[h * OCTET]), T.address_of(weight[at]))
+            fetch(kv, slots, n, first, lane, raw, slot)
+            if with_rope:
+                place[0] = T.cast(positions[T.min(first, n - 1)], "int64")
+                fetch_turns(cos_sin, max_position, positions, n, first + step, lane, turns, place)
+            for i in T.serial(T.ceildiv(n, step)):
+                token = first + i * step
+                where = T.alloc_var("int64", init=slot[0])
+                call(f"kv::widen_{input_type}", T.address_of(values[0]), T.address_of(raw[0]))
+                fetch(kv, slots, n, token + step, lane, raw, slot)
                 if with_norm:
-                    call("kv::norm", T.address_of(values[value]), T.address_of(factors[0]), eps)
+                    call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
                 if with_rope:
-                    valid = (place[i] >= 0) & (place[i] < max_position)
-                    row = T.if_then_else(valid, place[i], T.int64(0))
-                    call("kv::rope", T.address_of(values[value]), T.address_of(cos_sin[row, 0]), valid, lane)
+                    call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
+                    fetch_turns(cos_sin, max_position, positions, n, token + 2 * step, lane, turns, place)
                 if stages.hadamard:
-                    call("kv::hadamard", T.address_of(values[value]), lane)
-                call("kv::narrow", T.address_of(raw[0]), T.address_of(values[value]))
+                    call("kv::hadamard", T.address_of(values[0]), lane)
+                call("kv::narrow", T.address_of(words[0]), T.address_of(values[0]))
                 if with_slots:
-                    put_record(cache, slot[i], blocks * block_size, lane, raw, 0, data, sf)
+                    put_record(cache, where, blocks * block_size, lane, words, 0, data, sf)
                 elif quantized:
-                    call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(raw[0]))
+                    call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(words[0]))
                 if with_back:
-                    for h in T.unroll(rounds):
-                        octet = h * lanes + lane
-                        if (first + i * side < n) & (octet < octets.count):
-                            element = octet * OCTET
-                            if quantized:
-                                call(
-                                    "kv::decode_row",
-                                    T.address_of(back[first + i * side, element]),
-                                    T.address_of(data[h * octets.data_words]),
-                                    sf[h],
-                                )
-                            else:
-                                call(
-                                    "kv::put_row",
-                                    T.address_of(back[first + i * side, element]),
-                                    T.address_of(raw[h * OCTET_WORDS]),
-                                )
+                    put_back(back, n, token, lane, words, data, sf)
 
     return fused
+
+
+@T.macro
+def fetch_turns(cos_sin, max_position, positions, n, token, lane, turns, place):
+    """Starts the loads of the cosines and sines of the position in `place`, then of the position of `token`."""
+    valid = T.cast(place[0], "uint64") < T.cast(max_position, "uint64")
+    call("kv::fetch_turns", T.address_of(turns[0]), T.address_of(cos_sin[place[0], 0]), valid, lane)
+    row = T.alloc_var("int32", init=T.min(token, n - 1))
+    place[0] = T.cast(positions[row], "int64")
+
+
+def token_reader(layout: KVCacheFormat, stages: Stages) -> Any:
+    """A macro that starts the loads of one token's octets and slot; past the last token, of that one's, for no slot."""
+    octets, with_slots = Octets.of(layout), stages.slot_dtype is not None
+    words = OCTET if stages.input_dtype == "float32" else OCTET_WORDS
+    get = f"kv::fetch_{TYPE_NAMES[stages.input_dtype]}"
+
+    @T.macro
+    def fetch(kv, slots, n, token, lane, raw, slot):
+        row = T.alloc_var("int32", init=T.min(token, n - 1))
+        for h in T.unroll(octets.rounds):
+            octet = h * octets.lanes + lane
+            if octets.padded:
+                for w in T.unroll(words):
+                    raw[h * words + w] = T.uint32(0)
+            if octet < octets.count:
+                call(get, T.address_of(raw[h * words]), T.address_of(kv[row, octet * OCTET]))
+        if with_slots:
+            slot[0] = T.if_then_else(token < n, T.cast(slots[row], "int64"), T.int64(-1))
+
+    return fetch
+
+
+def back_writer(layout: KVCacheFormat) -> Any:
+    """A macro that writes one token's row as a load of its record would give it."""
+    octets, quantized = Octets.of(layout), layout.quantized_dtype is not None
+
+    @T.macro
+    def put_back(back, n, token, lane, words, data, sf):
+        for h in T.unroll(octets.rounds):
+            octet = h * octets.lanes + lane
+            if (token < n) & (octet < octets.count):
+                if quantized:
+                    code = h * octets.data_words
+                    call("kv::decode_row", T.address_of(back[token, octet * OCTET]), T.address_of(data[code]), sf[h])
+                else:
+                    call("kv::put_row", T.address_of(back[token, octet * OCTET]), T.address_of(words[h * OCTET_WORDS]))
+
+    return put_back

@@ -6,27 +6,45 @@ One fp32 operation at a time, in the order of docs/numerics.md. Every lane of a 
 #: rows and weights into registers, and the one rounding at the end
 CONVERT = r"""
 constexpr int VALUES = 8 * ROUNDS;
-__device__ __forceinline__ void widen(float* v, const u32* raw) {
+// Widened here, not later: what they came from is free for the next token, and weights are not widened once a token.
+template <int COUNT> __device__ __forceinline__ void pin(float* v) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(v[i]));
+}
+__device__ __forceinline__ void fetch_bf16(u32* raw, const void* p) { get_row(raw, p); }
+__device__ __forceinline__ void fetch_fp32(u32* raw, const void* p) { get_row(raw, p); get_row(raw + 4, (const u8*)p + 16); }
+__device__ __forceinline__ void widen_bf16(float* v, const u32* raw) {
+#pragma unroll
+  for (int i = 0; i < VALUES / 2; ++i) { v[2 * i] = low(raw[i]); v[2 * i + 1] = high(raw[i]); }
+  pin<VALUES>(v);
+}
+__device__ __forceinline__ void widen_fp32(float* v, const u32* raw) {
+#pragma unroll
+  for (int i = 0; i < VALUES; ++i) v[i] = __uint_as_float(raw[i]);
+}
+__device__ __forceinline__ void get_bf16(float* v, const void* p) {
+  u32 raw[4];
+  get_row(raw, p);
 #pragma unroll
   for (int i = 0; i < 4; ++i) { v[2 * i] = low(raw[i]); v[2 * i + 1] = high(raw[i]); }
+  pin<8>(v);
 }
-__device__ __forceinline__ void get_bf16(float* v, const void* p) { u32 raw[4]; get_row(raw, p); widen(v, raw); }
-__device__ __forceinline__ void get_fp32(float* v, const void* p) {
-  u32 raw[8];
-  get_row(raw, p);
-  get_row(raw + 4, (const u8*)p + 16);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = __uint_as_float(raw[i]);
-}
+__device__ __forceinline__ void get_fp32(float* v, const void* p) { fetch_fp32((u32*)v, p); }
 __device__ __forceinline__ void narrow(u32* raw, const float* v) {
 #pragma unroll
   for (int i = 0; i < VALUES / 2; ++i) raw[i] = round_pair(v[2 * i], v[2 * i + 1]);
 }
 """
 
-#: the sum of squares is a tree over adjacent pairs: inside an octet, across lanes, then across rounds
+#: the sum of squares is a tree over adjacent pairs: inside an octet, across lanes, then across rounds. With two rounds, even
+#: lanes sum the first and odd lanes the second, which halves the exchanges and changes no pair.
 NORM = r"""
-__device__ __forceinline__ void norm(float* v, const float* weight, float eps) {
+__device__ __forceinline__ float across(float sum, int from) {
+#pragma unroll
+  for (int n = from; n < LANES; n *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, n));
+  return sum;
+}
+__device__ __forceinline__ void norm(float* v, const float* weight, float eps, int lane) {
   float sum[ROUNDS];
 #pragma unroll
   for (int h = 0; h < ROUNDS; ++h) {
@@ -39,75 +57,79 @@ __device__ __forceinline__ void norm(float* v, const float* weight, float eps) {
       for (int i = 0; i < n; ++i) s[i] = __fadd_rn(s[2 * i], s[2 * i + 1]);
     }
     sum[h] = s[0];
-#pragma unroll
-    for (int n = 1; n < LANES; n *= 2) sum[h] = __fadd_rn(sum[h], __shfl_xor_sync(0xFFFFFFFFu, sum[h], n));
   }
+  if constexpr (ROUNDS == 2 && LANES > 1) {
+    const float mine = lane & 1 ? sum[1] : sum[0], other = lane & 1 ? sum[0] : sum[1];
+    sum[0] = across(__fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, other, 1)), 2);
+    sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(0xFFFFFFFFu, sum[0], 1));
+  } else {
 #pragma unroll
-  for (int n = ROUNDS; n > 1; n = (n + 1) / 2) {
+    for (int h = 0; h < ROUNDS; ++h) sum[h] = across(sum[h], 1);
 #pragma unroll
-    for (int i = 0; i < (n + 1) / 2; ++i) sum[i] = 2 * i + 1 < n ? __fadd_rn(sum[2 * i], sum[2 * i + 1]) : sum[2 * i];
+    for (int n = ROUNDS; n > 1; n = (n + 1) / 2) {
+#pragma unroll
+      for (int i = 0; i < (n + 1) / 2; ++i) sum[i] = 2 * i + 1 < n ? __fadd_rn(sum[2 * i], sum[2 * i + 1]) : sum[2 * i];
+    }
   }
-  const float r = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum[0], (float)ELEMENTS), eps)));
+  const float mean = ELEMENTS & (ELEMENTS - 1) ? __fdiv_rn(sum[0], (float)ELEMENTS) : __fmul_rn(sum[0], 1.f / ELEMENTS);
+  const float r = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
   for (int i = 0; i < VALUES; ++i) v[i] = __fmul_rn(__fmul_rn(v[i], r), weight[i]);
 }
 """
 
-#: pairs (2i, 2i + 1) that lie inside octets
-ROPE_PAIRS = r"""
-__device__ __forceinline__ void rope(float* v, const float* row, bool valid, int lane) {
+#: the rotated elements meet in shared memory, where every lane of the token takes a pair; its cosine and sine came ahead
+ROPE = r"""
+constexpr int HALF = ROPE_DIM / 2, TURNS = (HALF + LANES - 1) / LANES;
+constexpr bool WHOLE_OCTETS = ROPE_BEGIN % 8 == 0 && ROPE_DIM % 8 == 0;
+__device__ __forceinline__ void fetch_turns(float* turns, const float* row, bool valid, int lane) {
+#pragma unroll
+  for (int i = 0; i < TURNS; ++i) {
+    const int pair = i * LANES + lane;
+    const bool there = valid && pair < HALF;
+    turns[2 * i] = there ? row[pair] : 0.f;
+    turns[2 * i + 1] = there ? row[HALF + pair] : 0.f;
+  }
+}
+template <bool WRITE> __device__ __forceinline__ void exchange(float* shared, float* v, int lane) {
 #pragma unroll
   for (int h = 0; h < ROUNDS; ++h) {
     if ((h + 1) * LANES * 8 <= ROPE_BEGIN || h * LANES * 8 >= ROPE_BEGIN + ROPE_DIM) continue;
-    const int element = (h * LANES + lane) * 8 - ROPE_BEGIN;
-    if constexpr (ROPE_WIDE) {
-      if (element < 0 || element >= ROPE_DIM) continue;
-      float c[4] = {}, s[4] = {};
-      if (valid) { get<16, 16>((u32*)c, row + element / 2); get<16, 16>((u32*)s, row + ROPE_DIM / 2 + element / 2); }
+    const int at = (h * LANES + lane) * 8 - ROPE_BEGIN;
+    if constexpr (WHOLE_OCTETS) {
+      if (at < 0 || at >= ROPE_DIM) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) rotate(v[8 * h + 2 * i], v[8 * h + 2 * i + 1], c[i], s[i]);
+      for (int i = 0; i < 8; i += 4) {
+        if constexpr (WRITE) put<16, 16>(shared + at + i, (u32*)(v + 8 * h + i));
+        else get<16, 16>((u32*)(v + 8 * h + i), shared + at + i);
+      }
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        if (element + i < 0 || element + i >= ROPE_DIM) continue;
-        const float* at = row + (element + i) / 2;
-        rotate(v[8 * h + i], v[8 * h + i + 1], valid ? *at : 0.f, valid ? at[ROPE_DIM / 2] : 0.f);
+      for (int i = 0; i < 8; ++i) {
+        if (at + i < 0 || at + i >= ROPE_DIM) continue;
+        if constexpr (WRITE) shared[at + i] = v[8 * h + i];
+        else v[8 * h + i] = shared[at + i];
       }
     }
   }
 }
-"""
-
-ROTATE = r"""
-__device__ __forceinline__ void rotate(float& a, float& b, float c, float s) {
-  const float turned = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
-  b = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
-  a = turned;
-}
-"""
-
-#: any other pairs meet in shared memory
-ROPE_SHARED = r"""
-__device__ __forceinline__ void rope(float* v, const float* row, bool valid, int lane) {
-  __shared__ float exchange[TOKENS_A_BLOCK * ROPE_DIM];
-  float* rotated = exchange + threadIdx.x / LANES * ROPE_DIM;
+__device__ __forceinline__ void rope(float* v, const float* turns, int lane) {
+  __shared__ __align__(16) float rotated[TOKENS_A_BLOCK * ((ROPE_DIM + 3) / 4 * 4)];
+  float* mine = rotated + threadIdx.x / LANES * ((ROPE_DIM + 3) / 4 * 4);
+  exchange<true>(mine, v, lane);
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < VALUES; ++i) {
-    const int at = (i / 8 * LANES + lane) * 8 + i % 8 - ROPE_BEGIN;
-    if (at >= 0 && at < ROPE_DIM) rotated[at] = v[i];
+  for (int i = 0; i < TURNS; ++i) {
+    const int pair = i * LANES + lane;
+    if (pair >= HALF) continue;
+    float* first = mine + (ROPE_NEOX ? pair : 2 * pair);
+    float* second = mine + (ROPE_NEOX ? pair + HALF : 2 * pair + 1);
+    const float a = *first, b = *second, c = turns[2 * i], s = turns[2 * i + 1];
+    *first = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
+    *second = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
   }
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < VALUES; ++i) {
-    const int at = (i / 8 * LANES + lane) * 8 + i % 8 - ROPE_BEGIN;
-    if (at < 0 || at >= ROPE_DIM) continue;
-    const bool second = ROPE_NEOX ? at >= ROPE_DIM / 2 : at % 2;
-    const int pair = ROPE_NEOX ? at % (ROPE_DIM / 2) : at / 2;
-    const float other = rotated[ROPE_NEOX ? (second ? at - ROPE_DIM / 2 : at + ROPE_DIM / 2) : at ^ 1];
-    const float c = valid ? row[pair] : 0.f, s = valid ? row[ROPE_DIM / 2 + pair] : 0.f;
-    v[i] = second ? __fadd_rn(__fmul_rn(v[i], c), __fmul_rn(other, s)) : __fsub_rn(__fmul_rn(v[i], c), __fmul_rn(other, s));
-  }
+  exchange<false>(mine, v, lane);
 }
 """
 

@@ -7,7 +7,7 @@ import tilelang.language as T
 import torch
 
 from kvhal.backends.cuda_tilelang.build import (
-    ITEM_ALIGNMENT,
+    BF16_BYTES,
     ROW_ALIGNMENT,
     SLOT_DTYPES,
     Kernel,
@@ -21,10 +21,10 @@ from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry, sf_output
 
-TOKENS = 4  #: rounds of tokens a warp
-WARPS = 4  #: a thread block
-RAW_TILE = 64  #: rows of an index layout that a thread block copies
-RAW_THREADS = 128
+#: data format -> (rounds of tokens that a warp reads before it writes the first, warps of a thread block); measured on an H200
+SHAPES: dict[str | None, tuple[int, int]] = {"e4m3": (1, 4), "e2m1": (2, 4), None: (1, 4)}
+SLOTS_SHAPE = (1, 4)  #: the same for loads by slot
+RAW_SHAPE = (64, 128)  #: rows of an index layout that a thread block copies, and its threads
 
 
 def bind_load(request: Request) -> Launcher:
@@ -58,7 +58,7 @@ def bind_load_slots(request: Request) -> Launcher:
         key = (slots.dtype, aligned(out))
         run = built.get(key)
         if run is None:
-            arguments = (layout, block_size, SLOT_DTYPES[key[0]], ROW_ALIGNMENT if key[1] else ITEM_ALIGNMENT)
+            arguments = (layout, block_size, SLOT_DTYPES[key[0]], ROW_ALIGNMENT if key[1] else BF16_BYTES)
             run = built[key] = kernel(slots_kernel, *arguments, platform=request.platform, device=out.device)
         run(cache, slots, out)
 
@@ -96,15 +96,16 @@ def record_reader(geometry: CacheGeometry) -> tuple[Any, Any]:
     return get_record, put_decoded
 
 
-def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, tokens: int = TOKENS, warps: int = WARPS) -> Any:
+def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tuple[int, int] | None = None) -> Any:
     """A thread block copies a tile of a segment's rows; the octets of its rows lie side by side on the lanes.
 
     Args:
         layout, block_size: what is static of the cache.
-        alignment: bytes that divide every output row's address, ROW_ALIGNMENT or ITEM_ALIGNMENT.
-        tokens, warps: see TOKENS and WARPS.
+        alignment: bytes that divide every output row's address, ROW_ALIGNMENT or BF16_BYTES.
+        shape: see SHAPES.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
+    tokens, warps = shape or SHAPES[layout.quantized_dtype]
     rounds, lanes, side = octets.rounds, octets.lanes, octets.tokens_a_warp
     tile = tokens * side * warps
     tiles, words = -(-block_size // tile), octets.data_words
@@ -160,10 +161,11 @@ def covered_rows(segments, index, skip, block_size, total_k):
 
 
 def slots_kernel(
-    layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, tokens: int = TOKENS, warps: int = 1
+    layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int] = SLOTS_SHAPE
 ) -> Any:
     """As `load_kernel`, each token's record found by its slot; a slot out of range reads as zeros."""
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
+    tokens, warps = shape
     rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
     words = octets.data_words
     n, out_stride = T.dynamic("n", "int64"), T.dynamic("out_stride", "int64")
@@ -208,16 +210,15 @@ def slots_kernel(
     return load_slots
 
 
-def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, tile: int = RAW_TILE, threads: int = RAW_THREADS) -> Any:
+def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tuple[int, int] = RAW_SHAPE) -> Any:
     """The load of an index layout: bytes as they are, data in chunks that lie side by side on the threads.
 
     Args:
         layout, block_size: what is static of the cache.
         alignment: bytes that divide every output row's address.
-        tile: rows a thread block copies.
-        threads: of a thread block.
+        shape: see RAW_SHAPE.
     """
-    geometry = cache_geometry(layout, block_size)
+    geometry, (tile, threads) = cache_geometry(layout, block_size), shape
     chunk = math.gcd(ROW_ALIGNMENT, layout.data_bytes, geometry.token_alignment)
     get, put = f"kv::get<{chunk}, {chunk}>", f"kv::put<{chunk}, {min(chunk, alignment)}>"
     sf_dtype, sf_trailing = sf_output(layout)

@@ -6,7 +6,7 @@ import tilelang.language as T
 import torch
 
 from kvhal.backends.cuda_tilelang.build import (
-    ITEM_ALIGNMENT,
+    BF16_BYTES,
     ROW_ALIGNMENT,
     SLOT_DTYPES,
     Kernel,
@@ -16,12 +16,12 @@ from kvhal.backends.cuda_tilelang.build import (
     kernel,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
-from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
+from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry
 
-TOKENS = 4  #: rounds of tokens a warp: as many independent rows are in flight before the first is used
-WARPS = 1  #: a thread block
+#: data format -> (rounds of tokens that a warp reads before it uses the first, warps of a thread block); measured on an H200
+SHAPES: dict[str | None, tuple[int, int]] = {"e4m3": (2, 2), "e2m1": (4, 2), None: (2, 2)}
 
 
 def bind_store(request: Request) -> Launcher:
@@ -32,7 +32,7 @@ def bind_store(request: Request) -> Launcher:
         key = (slots.dtype, aligned(kv))
         run = built.get(key)
         if run is None:
-            alignment = ROW_ALIGNMENT if key[1] else ITEM_ALIGNMENT
+            alignment = ROW_ALIGNMENT if key[1] else BF16_BYTES
             arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment)
             run = built[key] = kernel(store_kernel, *arguments, platform=request.platform, device=kv.device)
         run(kv, cache, slots)
@@ -41,17 +41,18 @@ def bind_store(request: Request) -> Launcher:
 
 
 def store_kernel(
-    layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, tokens: int = TOKENS, warps: int = WARPS
+    layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int] | None = None
 ) -> Any:
-    """Each warp quantises `tokens` rounds of tokens in registers; all rows are read before the first is used.
+    """Each warp quantises a few tokens in registers; all their rows are read before the first is used.
 
     Args:
         layout, block_size: what is static of the cache.
         slot_dtype: "int32" or "int64".
-        alignment: bytes that divide every row's address, ROW_ALIGNMENT or ITEM_ALIGNMENT.
-        tokens, warps: see TOKENS and WARPS.
+        alignment: bytes that divide every row's address, ROW_ALIGNMENT or BF16_BYTES.
+        shape: see SHAPES.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
+    tokens, warps = shape or SHAPES[layout.quantized_dtype]
     rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
     n, blocks = T.dynamic("n", "int64"), T.dynamic("blocks", "int64")
     kv_stride, block_stride = T.dynamic("kv_stride", "int64"), T.dynamic("block_stride", "int64")
@@ -73,16 +74,16 @@ def store_kernel(
             first = T.cast(group * warps + thread // WARP, "int64") * step + thread % WARP // lanes
             T.pdl_sync()
             for i in T.unroll(tokens):
-                slot[i] = T.int64(-1)
-                if first + i * side < n:
-                    slot[i] = T.cast(slots[first + i * side], "int64")
+                row = T.min(first + i * side, n - 1)  # past the last token: its row again, for no slot
+                slot[i] = T.if_then_else(first + i * side < n, T.cast(slots[row], "int64"), T.int64(-1))
                 for h in T.unroll(rounds):
                     octet = h * lanes + lane
                     word = (i * rounds + h) * OCTET_WORDS
-                    for w in T.unroll(OCTET_WORDS):
-                        raw[word + w] = T.uint32(0)
-                    if (first + i * side < n) & (octet < octets.count):
-                        call("kv::get_row", T.address_of(raw[word]), T.address_of(kv[first + i * side, octet * OCTET]))
+                    if octets.padded:
+                        for w in T.unroll(OCTET_WORDS):
+                            raw[word + w] = T.uint32(0)
+                    if octet < octets.count:
+                        call("kv::get_row", T.address_of(raw[word]), T.address_of(kv[row, octet * OCTET]))
             for i in T.unroll(tokens):
                 put_record(cache, slot[i], blocks * block_size, lane, raw, i * rounds * OCTET_WORDS, data, sf)
 
@@ -94,38 +95,34 @@ def record_writer(geometry: CacheGeometry) -> Any:
 
     Every lane of the warp must come here, since lanes exchange maxima; a slot out of range is then skipped.
     """
-    layout, octets, block_size = geometry.layout, Octets.of(geometry.layout), geometry.block_size
-    if layout.quantized_dtype is None:
-
-        @T.macro
-        def put_copied(cache, slot, capacity, lane, raw, word, data, sf):
-            if (slot >= 0) & (slot < capacity):
-                block = T.truncdiv(slot, T.int64(block_size))
-                for h in T.unroll(octets.rounds):
-                    octet = h * octets.lanes + lane
-                    if octet < octets.count:
-                        element = (slot - block * block_size) * layout.elements + octet * OCTET
-                        call(
-                            "kv::put_data", T.address_of(cache[block, 0, 0, element]), T.address_of(raw[word + h * OCTET_WORDS])
-                        )
-
-        return put_copied
-
-    sf_bytes = SF_ITEM_BYTES[str(layout.sf_format)]
+    quantized, block_size = geometry.layout.quantized_dtype is not None, T.uint64(geometry.block_size)
+    item = 1 if quantized else BF16_BYTES  # of the cache's dtype
 
     @T.macro
     def put_record(cache, slot, capacity, lane, raw, word, data, sf):
-        call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(raw[word]))
-        if (slot >= 0) & (slot < capacity):
-            block = T.truncdiv(slot, T.int64(block_size))
-            token = slot - block * block_size
-            for h in T.unroll(octets.rounds):
-                octet = h * octets.lanes + lane
-                if octet < octets.count:
-                    byte = token * geometry.data_token_stride + octet * octets.data_bytes
-                    call("kv::put_data", T.address_of(cache[block, 0, 0, byte]), T.address_of(data[h * octets.data_words]))
-                    if octet % octets.group == 0:
-                        byte = geometry.sf_offset + token * geometry.sf_token_stride + octet // octets.group * sf_bytes
-                        call("kv::put_scale", T.address_of(cache[block, 0, 0, byte]), sf[h])
+        if quantized:
+            call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(raw[word]))
+        place = T.cast(slot, "uint64")  # negative ones are beyond any capacity
+        if place < T.cast(capacity, "uint64"):
+            block = T.cast(T.truncdiv(place, block_size), "int64")
+            token = T.cast(T.truncmod(place, block_size), "int64")
+            if quantized:
+                call(
+                    "kv::put_record",
+                    T.address_of(cache[block, 0, 0, token * geometry.data_token_stride]),
+                    T.address_of(cache[block, 0, 0, token * geometry.sf_token_stride + geometry.sf_offset]),
+                    lane,
+                    T.address_of(data[0]),
+                    T.address_of(sf[0]),
+                )
+            else:
+                call(
+                    "kv::put_record",
+                    T.address_of(cache[block, 0, 0, token * (geometry.data_token_stride // item)]),
+                    T.address_of(cache[block, 0, 0, 0]),
+                    lane,
+                    T.address_of(raw[word]),
+                    T.address_of(sf[0]),
+                )
 
     return put_record
