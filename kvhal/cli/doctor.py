@@ -21,7 +21,7 @@ from kvhal.errors import describe_reason
 from kvhal.formats import BUILTIN_FORMATS
 from kvhal.interface import FORMAT_OPS, Backend, Op, Reason, Request
 from kvhal.platform import TOOLS, Module, Platform, available_devices, detect
-from kvhal.registry import backends
+from kvhal.registry import backends, refused
 from kvhal.version import __version__
 
 IMPORT_SECONDS = 120  #: a language that takes longer to import is reported as broken
@@ -51,6 +51,7 @@ def examine() -> dict[str, Any]:
         "modules": [{"name": module.name, "version": module.version, "error": module.error} for module in modules],
         "tools": [{"name": tool, "path": tools.get(tool)} for tool in TOOLS],
         "config": _config_facts(policy),
+        "refused_backends": [reason_facts(reason) for reason in refused()],
         "devices": [_device_facts(device, modules, policy) for device in devices],
     }
 
@@ -121,9 +122,7 @@ def _device_facts(device: torch.device, modules: tuple[Module, ...], policy: Pol
         "arch": platform.arch,
         "name": platform.device_name,
         "backends": native,
-        "with_simulators": [
-            more for plain, more in zip(native, simulated, strict=True) if more["served"] > plain["served"]
-        ],
+        "with_simulators": [more for plain, more in zip(native, simulated, strict=True) if more["served"] > plain["served"]],
         "default": {str(op): sorted({d.chosen for d in decisions if d.chosen and d.request.op == op}) for op in Op},
         "unserved": [_cell_name(decision.request) for decision in decisions if decision.chosen is None],
     }
@@ -132,9 +131,7 @@ def _device_facts(device: torch.device, modules: tuple[Module, ...], policy: Pol
 def questions(platform: Platform) -> list[Request]:
     """Every operation, those on records once for each built-in format."""
     return [
-        Request(op, layout, platform)
-        for op in Op
-        for layout in (BUILTIN_FORMATS.values() if op in FORMAT_OPS else (None,))
+        Request(op, layout, platform) for op in Op for layout in (BUILTIN_FORMATS.values() if op in FORMAT_OPS else (None,))
     ]
 
 
@@ -163,15 +160,15 @@ def _backend_facts(backend: Backend, platform: Platform) -> dict[str, Any]:
 def _show(report: dict[str, Any]) -> None:
     print_lines(f"kvhal {report['kvhal']}, Python {report['python']}, {report['system']}", "")
     software = [(module["name"], module["version"] or "-", module["error"] or "") for module in report["modules"]]
-    software += [
-        (tool["name"], "found" if tool["path"] else "-", tool["path"] or "not on PATH") for tool in report["tools"]
-    ]
+    software += [(tool["name"], "found" if tool["path"] else "-", tool["path"] or "not on PATH") for tool in report["tools"]]
     print_table("Software", ("name", "version", "remark"), software)
     rows = []
     for device in report["devices"]:
         for label, key in (("", "backends"), (", simulators on", "with_simulators")):
             rows += [(device["device"] + label, *_serves(row)) for row in device[key]]
     print_table("Backends", ("device", "backend", "serves", "made for"), rows)
+    if report["refused_backends"]:
+        print_lines("refused: other packages' backends", *(f"  {_text(reason)}" for reason in report["refused_backends"]), "")
     for device in report["devices"]:
         _show_device(device)
     _show_config(report["config"])
@@ -196,21 +193,22 @@ def _show_device(device: dict[str, Any]) -> None:
     print_lines("")
 
 
+def _text(facts: dict[str, Any]) -> str:
+    return describe_reason(Reason(facts["what"], facts["have"], facts["need"], facts["hint"]))
+
+
 def _describe(facts: dict[str, Any], asked: int) -> str:
-    reason = Reason(facts["what"], facts["have"], facts["need"], facts["hint"])
     cells = facts["against"]
     if len(cells) == asked:
-        return describe_reason(reason)
+        return _text(facts)
     scope = cells[0] if len(cells) == 1 else f"{len(cells)} of {asked}, such as {cells[0]}"
-    return f"{describe_reason(reason)} [{scope}]"
+    return f"{_text(facts)} [{scope}]"
 
 
 def _show_config(config: dict[str, Any]) -> None:
     environment = ", ".join(f"{name}={value}" for name, value in config["environment"].items() if value)
     order = "the platform's own" if config["preference"] is None else ", ".join(config["preference"])
-    print_lines(
-        f"config: {environment or 'nothing set in the environment'}; order: {order}; strict: {config['strict']}"
-    )
+    print_lines(f"config: {environment or 'nothing set in the environment'}; order: {order}; strict: {config['strict']}")
     forced = {(entry["backend"], entry["by"]) for entry in config["forced"]}
     for backend, source in sorted(forced):
         ops = [entry["op"] for entry in config["forced"] if (entry["backend"], entry["by"]) == (backend, source)]

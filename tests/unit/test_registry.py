@@ -10,7 +10,7 @@ from types import MappingProxyType
 import pytest
 
 from kvhal import Op, Request, registry
-from kvhal.interface import Backend
+from kvhal.interface import Backend, Reason
 from kvhal.testing.platforms import PLATFORMS
 
 
@@ -67,7 +67,9 @@ def test_the_reference_can_be_bound_for_every_operation() -> None:
 
 def test_another_packages_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ("external", f"{__name__}:EXTERNAL"))
-    assert registry.backends()["external"] is EXTERNAL
+    found = registry.backends()["external"]
+    assert (found.name, found.runs_on, found.platforms) == ("external", "a test", ("cpu",))
+    assert found.why_not(Request(Op.STORE, None, PLATFORMS["cpu"]))[0].what == "operation", "its own check has no reason"
     assert list(registry.backends())[-1] == "external"
 
 
@@ -89,10 +91,39 @@ def test_a_broken_one_stays_in_the_table_and_says_why(value: str, text: str, mon
     assert "called broken" in reasons[0].need
 
 
-def test_a_name_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, ("reference_torch", f"{__name__}:EXTERNAL"))
-    with pytest.raises(ValueError, match=r"entry point reference_torch = .* the name is taken by another backend"):
-        registry.backends()
+@pytest.mark.parametrize("name", ["reference_torch", "my-backend"])
+def test_a_name_that_cannot_be_used_is_refused_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = registry.backends().get(name)
+    install(monkeypatch, (name, f"{__name__}:EXTERNAL"), ("external", f"{__name__}:EXTERNAL"))
+    assert registry.backends().get(name) is own
+    assert registry.backends()["external"].name == "external"
+    (reason,) = registry.refused()
+    assert reason.have == f"{name} = {__name__}:EXTERNAL"
+    assert reason.need == "an identifier that no built-in backend has for a name"
+    assert reason.have in caplog.text
+
+
+def test_a_name_that_two_packages_register_serves_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("external", f"{__name__}:EXTERNAL"), ("external", "other:BACKEND"))
+    (reason, _) = registry.backends()["external"].why_not(Request(Op.STORE, None, PLATFORMS["cpu"]))
+    assert reason.have == f"external = {__name__}:EXTERNAL and external = other:BACKEND"
+    assert reason.need == "one package that registers this name"
+
+
+def fails(request: Request) -> tuple[Reason, ...]:
+    raise KeyError(request.op)
+
+
+FAILING = Backend("failing", "a test", (), ("cpu",), fails)
+
+
+def test_a_check_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("failing", f"{__name__}:FAILING"))
+    request = Request(Op.CONVERT_INDEX, None, PLATFORMS["cpu"])
+    (reason, _) = registry.backends()["failing"].why_not(request)
+    assert reason.what == "check" and reason.have.startswith("KeyError: ")
 
 
 def test_a_manifest_checks_itself() -> None:
