@@ -50,15 +50,18 @@ def compiler_of(request: Request) -> Compiler:
     """What compiles kernels for a request.
 
     Raises:
-        BackendFailure: the simulator is missing here; carries the reason.
+        BackendFailure: the simulator is missing here, or the device is wanted after simulating; carries the reason.
     """
-    if request.platform.kind == "cpu":
-        from kvhal.backends.ascend_tilelang import simulator
+    from kvhal.backends.ascend_tilelang import simulator
 
+    if request.platform.kind == "cpu":
         why = simulator.why_unavailable()
         if why is not None:
             raise BackendFailure(Reason("simulator", why, "g++ and tilelang", "see docs/ascend.md"))
         return Compiler(_simulated, SIMULATED_CORES)
+    if simulator.loaded():
+        have = "this process has simulated, and its runtime library stands in for the real one"
+        raise BackendFailure(Reason("process", have, "a process of its own for the device"))
     return Compiler(_native, _vector_cores())
 
 

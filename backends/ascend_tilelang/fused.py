@@ -11,10 +11,11 @@ from tilelang.ascend import language as T
 from kvhal.backends.ascend_tilelang.addressing import divided, slot_at, wide
 from kvhal.backends.ascend_tilelang.codec import choose, pinned, rounded_bf16
 from kvhal.backends.ascend_tilelang.compiling import Compiler, compiler_of
-from kvhal.backends.ascend_tilelang.load import decode_codes, write_bits
+from kvhal.backends.ascend_tilelang.load import decode_codes
 from kvhal.backends.ascend_tilelang.record import Record, fused_record_of, record_views, slot_words
 from kvhal.backends.ascend_tilelang.stages import LANES, hadamard, padded, read_row, rms_norm, rope
-from kvhal.backends.ascend_tilelang.store import quantise_group, write_group
+from kvhal.backends.ascend_tilelang.store import quantise_group
+from kvhal.backends.ascend_tilelang.transfer import write_codes, write_elements, write_scale
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
 
@@ -48,11 +49,12 @@ def write_record(
             else:
                 stored = quantise_group(bits, record)
                 if slot >= 0:
-                    write_group(bits, stored, record, group, data, sf, block, token)
+                    write_scale(sf, block, token, group, stored, record)
+                    write_codes(data, block, token, group, bits, record)
                 if send == 1:
                     decode_codes(bits, record, stored)
             if send == 1:
-                write_bits(back, row, group * record.group, bits, record, False)
+                write_elements(back, row, group, bits, record, False)
 
 
 def fused_kernel(record: Record) -> Any:

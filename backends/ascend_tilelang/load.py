@@ -27,35 +27,8 @@ from kvhal.backends.ascend_tilelang.record import (
     slot_words,
     unit_rows,
 )
+from kvhal.backends.ascend_tilelang.transfer import assume_pairs, read_codes, read_scale, write_elements
 from kvhal.interface import Launcher, Request
-
-
-@T.macro
-def write_bits(out: Any, row: Any, first: Any, bits: Any, record: Record, words: bool) -> None:
-    """Writes local bf16 bits (int32 `[record.group]`) to a row of words or halves, from element `first` on."""
-    if words:
-        for i in T.serial(record.group // 2):
-            if not record.ragged or first + i * 2 < record.elements:
-                out[row, first // 2 + i] = T.cast(
-                    T.cast(bits[i * 2], "uint32") | T.cast(bits[i * 2 + 1], "uint32") << T.uint32(16), "int32"
-                )
-    else:
-        for i in T.serial(record.group):
-            if not record.ragged or first + i < record.elements:
-                out[row, first + i] = T.cast(bits[i], "int16")
-
-
-@T.macro
-def read_codes(codes: Any, record: Record, group: Any, data: Any, block: Any, token: Any) -> None:
-    """Unpacks one group's codes into local int32 `[record.group]`."""
-    for u in T.serial(record.group_units):
-        unit = T.alloc_var("uint32", init=T.uint32(0))
-        if not record.ragged or group * record.group_units + u < record.data_units:
-            unit = T.cast(data[block, token, group * record.group_units + u], "uint32")
-        for j in T.serial(record.per_unit):
-            codes[u * record.per_unit + j] = T.cast(
-                (unit >> T.cast(j * record.bits, "uint32")) & T.uint32((1 << record.bits) - 1), "int32"
-            )
 
 
 @T.macro
@@ -83,14 +56,9 @@ def decode_codes(codes: Any, record: Record, scale: Any) -> None:
 def load_group(out: Any, row: Any, record: Record, group: Any, data: Any, sf: Any, block: Any, token: Any, words: bool) -> None:
     """Dequantises one group of a valid record into a row."""
     codes = T.alloc_local((record.group,), "int32")
-    read_codes(codes, record, group, data, block, token)
-    scale = T.alloc_var("int32", init=0)
-    for i in T.serial(record.sf_item):
-        scale = scale | T.cast(
-            T.cast(sf[block, token, group * record.sf_item + i], "uint32") << T.cast(i * 8, "uint32"), "int32"
-        )
-    decode_codes(codes, record, scale)
-    write_bits(out, row, group * record.group, codes, record, words)
+    read_codes(codes, data, block, token, group, record)
+    decode_codes(codes, record, read_scale(sf, block, token, group, record))
+    write_elements(out, row, group, codes, record, words)
 
 
 @T.macro
@@ -99,7 +67,7 @@ def zero_group(out: Any, row: Any, record: Record, group: Any, words: bool) -> N
     zeros = T.alloc_local((record.group,), "int32")
     for i in T.serial(record.group):
         zeros[i] = 0
-    write_bits(out, row, group * record.group, zeros, record, words)
+    write_elements(out, row, group, zeros, record, words)
 
 
 def load_kernel(record: Record, words: bool) -> Any:
@@ -117,6 +85,7 @@ def load_kernel(record: Record, words: bool) -> Any:
         cores: T.int32,
     ):
         with T.Kernel(cores) as core, T.SimtVF(threads=THREADS):
+            assume_pairs(out_step, data_step, record, words)
             total = wide(segments) * tokens * record.groups
             for trip in T.serial(trips(total, core, cores)):
                 item = item_of(trip, core, cores)
@@ -153,6 +122,7 @@ def load_slots_kernel(record: Record, words: bool) -> Any:
         cores: T.int32,
     ):
         with T.Kernel(cores) as core, T.SimtVF(threads=THREADS):
+            assume_pairs(out_step, data_step, record, words)
             total = wide(n) * record.groups
             for trip in T.serial(trips(total, core, cores)):
                 item = item_of(trip, core, cores)

@@ -39,7 +39,7 @@ def _platform_reasons(request: Request) -> list[Reason]:
         hint = "libhccl.so is CANN's: source its set_env.sh" if "libhccl" in torch_npu.error else "pip install torch_npu"
         reasons.append(Reason("torch_npu", torch_npu.error, "an importable torch_npu", hint))
     if platform.tool("bisheng") is None:
-        hint = "source CANN's set_env.sh, or set BISHENG_HOME"
+        hint = "source CANN's set_env.sh"
         reasons.append(Reason("bisheng", "not on PATH", "the device compiler of CANN", hint))
     return reasons
 

@@ -69,6 +69,11 @@ class Record:
         return self.group // self.per_unit
 
     @property
+    def paired(self) -> bool:
+        """Every group's data starts on, and is, a multiple of 8 bytes."""
+        return self.unit == WORD and not self.ragged and self.group_units % 2 == 0 and self.data_stride % 2 == 0
+
+    @property
     def sf_item(self) -> int:
         """Bytes of one scale factor."""
         return SF_ITEM_BYTES[self.sf_format]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from tilelang.ascend import language as T
 
-from kvhal.backends.ascend_tilelang.addressing import divided, item_of, row_bits, slot_at, trips, wide
+from kvhal.backends.ascend_tilelang.addressing import divided, item_of, slot_at, trips, wide
 from kvhal.backends.ascend_tilelang.codec import (
     BF16_INF,
     BF16_MAGNITUDE,
@@ -29,6 +29,7 @@ from kvhal.backends.ascend_tilelang.record import (
     slot_words,
     unit_rows,
 )
+from kvhal.backends.ascend_tilelang.transfer import assume_pairs, read_elements, write_codes, write_scale
 from kvhal.interface import Launcher, Request
 
 
@@ -64,20 +65,6 @@ def quantise_group(bits: Any, record: Record) -> Any:
     return stored
 
 
-@T.macro
-def write_group(codes: Any, stored: Any, record: Record, group: Any, data: Any, sf: Any, block: Any, token: Any) -> None:
-    """Writes a group's codes (local int32 `[record.group]`) and its scale to a valid place of the cache."""
-    for i in T.serial(record.sf_item):
-        sf[block, token, group * record.sf_item + i] = T.cast((stored >> (i * 8)) & 0xFF, "uint8")
-    for u in T.serial(record.group_units):
-        if not record.ragged or group * record.group_units + u < record.data_units:
-            unit = T.alloc_var("uint32", init=T.uint32(0))
-            for j in T.serial(record.per_unit):
-                code = T.cast(codes[u * record.per_unit + j], "uint32")
-                unit = unit | (code << T.cast(j * record.bits, "uint32"))
-            data[block, token, group * record.group_units + u] = T.cast(unit, record.unit_type)
-
-
 def store_kernel(record: Record, words: bool) -> Any:
     """Kernel of STORE for a quantised record; rows of words or of halves, as `row_words` says."""
     n, slot_count, blocks, tokens = (T.dynamic(name) for name in ("n", "slot_count", "blocks", "tokens"))
@@ -94,6 +81,7 @@ def store_kernel(record: Record, words: bool) -> Any:
         cores: T.int32,
     ):
         with T.Kernel(cores) as core, T.SimtVF(threads=THREADS):
+            assume_pairs(kv_step, data_step, record, words)
             total = wide(n) * record.groups
             for trip in T.serial(trips(total, core, cores)):
                 item = item_of(trip, core, cores)
@@ -104,12 +92,9 @@ def store_kernel(record: Record, words: bool) -> Any:
                     if slot >= 0 and slot < wide(blocks) * tokens:
                         block, token = divided(slot, tokens, "int64")
                         bits = T.alloc_local((record.group,), "int32")
-                        for i in T.serial(record.group):
-                            bits[i] = 0
-                            if not record.ragged or group * record.group + i < record.elements:
-                                bits[i] = row_bits(kv, row, group * record.group + i, words)
-                        stored = quantise_group(bits, record)
-                        write_group(bits, stored, record, group, data, sf, block, token)
+                        read_elements(bits, kv, row, group, record, words)
+                        write_scale(sf, block, token, group, quantise_group(bits, record), record)
+                        write_codes(data, block, token, group, bits, record)
 
     return store
 

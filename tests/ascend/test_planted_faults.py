@@ -37,7 +37,7 @@ FAULTS = [
     Fault("no upper bound", Op.STORE, CAPACITY, "true"),
     Fault("no lower bound", Op.STORE, r"\(\(int64_t\)0 <= slot\)", "true"),
     Fault("scale one byte off", Op.STORE, r"sf\[", "sf[1 + "),
-    Fault("stray write into another record", Op.STORE, r"(data\[[^;]*;)", r"\1 data[block * data_step] = 0;"),
+    Fault("stray write into another record", Op.STORE, r"(int2\*\)\(data [^;]*;)", r"\1 data[block * data_step] = 0;"),
     Fault("code off by one", Op.STORE, r"\(uint32_t\)bits\[", "1 ^ (uint32_t)bits["),
     Fault("block out of range", Op.LOAD, r"\(block < blocks\)", "true"),
     Fault("row behind the output", Op.LOAD, r"\(row < \(\(int64_t\)rows\)\)", "true"),
