@@ -61,8 +61,8 @@ def fused_kernel(record: Record) -> Any:
     """Kernel of FUSED_STORE. Tensors of either width come as halves or words, with the number of them an element."""
     n, kv_width, weights, ids, slot_count = (T.dynamic(s) for s in ("n", "kv_width", "weights", "ids", "slot_count"))
     blocks, tokens, positions, rope_dim, backs = (T.dynamic(s) for s in ("blocks", "tokens", "positions", "rope_dim", "backs"))
-    kv_step, angle_step, back_step = (T.dynamic(s, "int64") for s in ("kv_step", "angle_step", "back_step"))
-    data_step, sf_step = T.dynamic("data_step", "int64"), T.dynamic("sf_step", "int64")
+    steps = ("kv_step", "angle_step", "back_step", "data_step", "sf_step")
+    kv_step, angle_step, back_step, data_step, sf_step = (T.dynamic(s, "int64") for s in steps)
     elements, together = record.elements, rows_at_once(record.elements)
 
     @T.prim_func
@@ -102,8 +102,7 @@ def fused_kernel(record: Record) -> Any:
                 if id_words > 0:
                     if active == 1:
                         position = slot_at(position_ids, row, id_words)
-                        known = pinned(choose(position >= 0, choose(position < wide(positions), 1, 0), 0))
-                        rope(x, place, lane, angles, position, known, T.truncdiv(rope_dim, 2), neox, first)
+                        rope(x, place, lane, angles, position, positions, T.truncdiv(rope_dim, 2), neox, first)
                     T.sync_threads()
                 if record.transformable and transform == 1:
                     hadamard(x, place, lane, elements)

@@ -78,17 +78,17 @@ def rms_norm(x: Any, sums: Any, place: Any, lane: Any, weight: Any, step: Any, e
 
 
 @T.macro
-def rope(x: Any, place: Any, lane: Any, angles: Any, position: Any, known: Any, half: Any, neox: Any, first: Any) -> None:
+def rope(x: Any, place: Any, lane: Any, angles: Any, position: Any, positions: Any, half: Any, neox: Any, first: Any) -> None:
     """Rotates 2 * half elements of `x[place, :]` from element `first` on.
 
-    `angles` holds `half` cosines and `half` sines a position; where `known` is 0 both read as zero.
+    `angles` holds `half` cosines and `half` sines for each of `positions` positions; both read as zero for another one.
     """
     for i in T.serial(T.truncdiv(half + LANES - 1, LANES)):
         pair = pinned(i * LANES + lane)
         if pair < half:
             cosine = T.alloc_var("float32", init=T.float32(0.0))
             sine = T.alloc_var("float32", init=T.float32(0.0))
-            if known == 1:
+            if position >= 0 and position < wide(positions):
                 cosine = angles[position, pair]
                 sine = angles[position, half + pair]
             at = pinned(first + T.if_then_else(neox == 1, pair, 2 * pair))
