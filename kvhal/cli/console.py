@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any
 
 import torch
@@ -91,7 +92,10 @@ def print_lines(*lines: str) -> None:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Progress bars on stderr, gone when done; silent where stderr is no terminal."""
+    """Progress bars on stderr, gone when done; silent where stderr is no terminal.
+
+    What libraries print meanwhile (TileLang says what it compiles) goes to stderr too: stdout is for results.
+    """
     console = Console(stderr=True)
     bars = Progress(
         TextColumn("{task.description}"),
@@ -102,7 +106,7 @@ def progress() -> Iterator[Progress]:
         transient=True,
         disable=not console.is_terminal,
     )
-    with bars:
+    with redirect_stdout(sys.stderr), bars:
         yield bars
 
 
