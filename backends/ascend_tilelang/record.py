@@ -148,7 +148,8 @@ def row_words(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, bool]:
     Wide: int32 `[n, elements / 2]`, where every group of `group` elements starts on a multiple of 8 bytes, so that
     accesses may be 8 bytes wide. Otherwise int16 `[n, elements]`.
     """
-    steps = (rows.data_ptr(), rows.shape[1] * 2, group * 2, rows.stride(0) * 2 if rows.shape[0] > 1 else 0)
+    # The offset counts beside the address: torch refuses to view a tensor whose storage is itself unaligned.
+    steps = (rows.data_ptr(), rows.storage_offset() * 2, rows.shape[1] * 2, group * 2, rows.stride(0) * 2)
     if math.gcd(*steps) % 8 == 0:
         return rows.view(torch.int32), True
     return rows.view(torch.int16), False
@@ -161,8 +162,7 @@ def unit_rows(*rows: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
     """
     sizes = [t.data_ptr() for t in rows]
     for t in rows:
-        sizes += [step * t.element_size() for step, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
-        sizes.append(t.shape[-1] * t.element_size())
+        sizes += [n * t.element_size() for n in (t.storage_offset(), t.shape[-1], *t.stride()[:-1])]
     unit = "int32" if math.gcd(*sizes) % WORD == 0 else "uint8"
     return unit, [t.view(torch.int32 if unit == "int32" else torch.uint8) for t in rows]
 

@@ -110,3 +110,16 @@ def test_records_that_threads_would_share_bytes_of_are_refused():
 def test_simulated_decisions_say_so(simulated):
     decision = kvhal.explain("store_kv_cache", layout=V41_FORMAT)
     assert decision.simulated and "simulated" in str(decision)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("width", [512, 513, 514])
+def test_one_row_of_any_alignment(skip, width, simulated):
+    storage = torch.randn(2048).to(torch.bfloat16)
+    row = storage.as_strided((1, 512), (width, 1), skip)
+    cache = kvhal.alloc_kv_cache(1, 1, V41_FORMAT, "cpu")
+    kvhal.store_kv_cache(row, cache, torch.zeros(1, dtype=torch.int32))
+    out = torch.zeros(2048).to(torch.bfloat16).as_strided((1, 512), (width, 1), skip)
+    kvhal.load_kv_slots(cache, torch.zeros(1, dtype=torch.int32), out)
+    with kvhal.use_backend("reference_torch"):
+        assert torch.equal(out, kvhal.load_kv_slots(cache, torch.zeros(1, dtype=torch.int32)))

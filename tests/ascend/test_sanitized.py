@@ -12,7 +12,9 @@ from kvhal.testing.conformance import cases, run_case
 if (reason := simulator.why_unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-CASES = [case for case in cases() if case.layout in (None, V41_FORMAT) or case.layout == V41_FP4_FORMAT and case.op == Op.STORE]
+CASES = [
+    case for case in cases() if case.layout in (None, V41_FORMAT) or (case.layout == V41_FP4_FORMAT and case.op == Op.STORE)
+]
 
 
 @pytest.fixture
