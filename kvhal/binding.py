@@ -127,10 +127,7 @@ def explain(
     Raises:
         ValueError: `op` is not an operation (the message lists them), or `layout` is missing or means nothing to it.
     """
-    try:
-        op = Op(op)
-    except ValueError:
-        raise ValueError(f"op: has {op!r}, needs one of {', '.join(Op)}") from None
+    op = Op(op)
     if (op in FORMAT_OPS) != (layout is not None):
         need = "the record's format" if op in FORMAT_OPS else "None: index operations handle no records"
         raise ValueError(f"layout: has {layout}, needs {need} for {op}")

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NoReturn
 
 from kvhal.formats import KVCacheFormat, QuantizedDtype, ScaleFormat
 from kvhal.platform import Platform
@@ -23,6 +23,10 @@ class Op(StrEnum):
     EXPAND_SWA_INDEX = "expand_swa_index"
     DECODE_SWA_INDEX = "get_kv_swa_index_decode"
     FUSED_STORE = "fused_norm_rope_hadamard_cast_store_kvcache"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"op: has {value!r}, needs one of {', '.join(cls)}")
 
 
 #: operations whose kernels depend on a record format

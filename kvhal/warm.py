@@ -28,7 +28,10 @@ def warmup(
     block_size: int = 64,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Builds every kernel that later calls need, by making the calls themselves on a one-block scratch cache.
+    """Builds the kernels that later calls need, by making the calls themselves on a one-block scratch cache.
+
+    A fused store is built without stages; stages, their options and cast_back make other kernels, so make one such call on
+    a scratch cache before capturing a graph with it.
 
     Args:
         ops: the operations, all when None.
@@ -37,6 +40,7 @@ def warmup(
         device: where the kernels will run.
 
     Raises:
+        ValueError: `ops` names no operation; the message lists them.
         UnsupportedError: an operation cannot be served on this device; ForcedBackendError when a backend was forced.
     """
     wanted = [Op(op) for op in (Op if ops is None else ops)]
