@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
@@ -11,10 +10,10 @@ from pathlib import Path
 import torch
 
 import kvhal
+from kvhal.demo_rows import Test
 from kvhal.engine import Engine, EngineConfig, greedy, no_cache_logits
 
 CHUNK = 256
-NEW_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,13 @@ def readme() -> bytes:
     return str(text).encode()
 
 
-def run_engine(
-    text: bytes,
-    device: torch.device,
-    backend: str | None,
-    simulate: bool,
-    on_progress: Callable[[str, int, int], None],
-) -> EngineResult:
+def run_engine(test: Test, text: bytes, new_tokens: int, on_progress: Callable[[str, int, int], None]) -> EngineResult:
     """Prefill in chunks, decode, and the same positions without a cache.
 
     Args:
+        test: the backend under test and its device.
         text: the prompt.
-        device: where the engine works.
-        backend: the backend under test, None for the ones that calls would get.
-        simulate: it may run through its functional simulator.
+        new_tokens: tokens to decode, >= 1.
         on_progress: called with what is being done, how much of it is done, and of how much.
     """
     config = EngineConfig(max_batch=1)
@@ -81,19 +73,18 @@ def run_engine(
         "compressed": str(config.main_format),
         "index": str(config.index_format),
     }
-    facts = (len(text) + 1, NEW_TOKENS, CHUNK, formats)
-    forced: AbstractContextManager[None] = kvhal.use_backend(backend, simulate=simulate) if backend else nullcontext()
-    engine = Engine(config, device)
+    facts = (len(text) + 1, new_tokens, CHUNK, formats)
+    engine = Engine(config, test.device)
     try:
-        with forced:
-            (generated,) = engine.generate([text], NEW_TOKENS, CHUNK, on_progress)
+        with test.forced():
+            (generated,) = engine.generate([text], new_tokens, CHUNK, on_progress)
     except kvhal.UnsupportedError as error:
         return EngineResult(*facts, refused=str(error))
     tokens = generated.prompt_tokens + generated.tokens[:-1]
     expected = []
     for done, quantized in enumerate((True, False)):
         on_progress("check without a cache", done, 2)
-        expected.append(no_cache_logits(config, engine.model.weights, tokens, quantized=quantized)[-NEW_TOKENS:])
+        expected.append(no_cache_logits(config, engine.model.weights, tokens, quantized=quantized)[-new_tokens:])
     on_progress("check without a cache", 2, 2)
     exact, unquantised = expected
     return EngineResult(

@@ -33,6 +33,27 @@ KV384_FORMAT = KVCacheFormat("e4m3", 384, 32, 0, True, "ue8m0", "K and V of a 38
 KV384_FP4_FORMAT = KVCacheFormat("e2m1", 384, 16, 0, True, "e4m3", "the same in FP4", token_interleaved=True)
 
 
+@dataclass(frozen=True)
+class Test:
+    """What is tested, and where.
+
+    Args:
+        device: where the backend under test works; the reference works on the CPU.
+        block_size: tokens a block of the rows' caches.
+        backend: the backend under test, None for the one that a call would get.
+        simulate: it may run through its functional simulator.
+    """
+
+    device: torch.device
+    block_size: int = 64
+    backend: str | None = None
+    simulate: bool = False
+
+    def forced(self) -> AbstractContextManager[None]:
+        """The context in which calls reach the backend under test."""
+        return kvhal.use_backend(self.backend, simulate=self.simulate) if self.backend else nullcontext()
+
+
 @dataclass(frozen=True, eq=False)
 class RowsCase:
     """Rows to store: bf16 ``[sequences, tokens, elements]`` on the CPU."""
@@ -67,10 +88,10 @@ class RowsResult:
     refused: str | None = None
 
 
-def real_cases() -> list[RowsCase]:
-    """Every format with the rows that fit it; docs of the data are in kvhal/data/README.md."""
+def real_cases(tokens: int = 512) -> list[RowsCase]:
+    """Every format with the rows that fit it, the first `tokens` of each layer; kvhal/data/README.md describes them."""
     with as_file(files("kvhal") / "data" / "real_rows.npz") as path, np.load(path) as archive:
-        kv, hidden = (torch.from_numpy(archive[key]).view(torch.bfloat16) for key in ("kv384", "hidden512"))
+        kv, hidden = (torch.from_numpy(archive[key][:, :tokens]).view(torch.bfloat16) for key in ("kv384", "hidden512"))
     keys = kv[..., :128]  # two heads of rotated keys: what an indexer's key is like
     table = (
         ("BF16_FORMAT", BF16_FORMAT, "hidden state", hidden),
@@ -85,33 +106,26 @@ def real_cases() -> list[RowsCase]:
     return [RowsCase(*row) for row in table]
 
 
-def run_case(case: RowsCase, device: torch.device, block_size: int, backend: str | None, simulate: bool) -> RowsResult:
-    """Stores a case's rows in shuffled pages and reads them back, with the backend under test and with the reference.
-
-    Args:
-        case: what to store.
-        device: where the backend under test works; the reference works on the CPU.
-        block_size: tokens a block.
-        backend: the backend under test, None for the one that a call would get.
-        simulate: it may run through its functional simulator.
-    """
+def run_case(case: RowsCase, test: Test) -> RowsResult:
+    """Stores a case's rows in shuffled pages and reads them back, with the backend under test and the reference."""
     layout = case.layout
     facts = (case.name, case.source, case.rows.shape[0] * case.rows.shape[1], layout.bytes_per_token)
     compression = 2 * layout.elements / layout.bytes_per_token
-    forced: AbstractContextManager[None] = kvhal.use_backend(backend, simulate=simulate) if backend else nullcontext()
     try:
-        with forced:
-            chosen = kvhal.explain(Op.STORE, layout=layout, device=device, block_size=block_size)
-            tested = _write_and_read(case, device, block_size)
+        with test.forced():
+            chosen = kvhal.explain(Op.STORE, layout=layout, device=test.device, block_size=test.block_size)
+            tested = _write_and_read(case, test.device, test.block_size)
     except kvhal.UnsupportedError as error:
         return RowsResult(*facts, compression, refused=str(error))
     with kvhal.use_backend(REFERENCE):
-        expected = _write_and_read(case, torch.device("cpu"), block_size)
-    equal = all(
-        torch.equal(have.view(torch.uint8), need.view(torch.uint8)) for have, need in zip(tested, expected, strict=True)
-    )
+        expected = _write_and_read(case, torch.device("cpu"), test.block_size)
+    equal = all(_same_bytes(have, need) for have, need in zip(tested, expected, strict=True))
     snr = signal_to_noise(case.rows.flatten(0, 1), tested[1])
     return RowsResult(*facts, compression, chosen.chosen, chosen.simulated, snr, equal)
+
+
+def _same_bytes(have: torch.Tensor, need: torch.Tensor) -> bool:
+    return torch.equal(have.view(torch.uint8), need.view(torch.uint8))
 
 
 def _write_and_read(case: RowsCase, device: torch.device, block_size: int) -> list[torch.Tensor]:

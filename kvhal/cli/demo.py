@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.progress import Progress, TaskID
 
@@ -23,12 +22,14 @@ from kvhal.cli.console import (
     progress,
 )
 from kvhal.config import check_name
-from kvhal.demo_rows import REFERENCE, RowsResult, real_cases, run_case
+from kvhal.demo_rows import REFERENCE, RowsResult, Test, real_cases, run_case
 
 if TYPE_CHECKING:
     from kvhal.demo_engine import EngineResult
+    from kvhal.testing.parity import Result
 
-PROMPT_BYTES = 1024
+MANY_TOKENS = 512  #: all rows of the data; twice as many bytes of text are prefilled, a sixteenth is decoded
+FEW_TOKENS = 16  #: on the CPU, every backend but the reference is interpreted or simulated: seconds a call
 
 
 def command(
@@ -36,21 +37,28 @@ def command(
     device: Annotated[str, typer.Option(help="Where it works.")] = "cpu",
     simulate: Annotated[bool, typer.Option("--simulate", help="It may use its functional simulator.")] = False,
     block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens a block.")] = 64,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=512, help="Rows a sequence.  [default: 512; 16 in simulators]")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="A text for the engine.  [default: kvhal's README]")] = None,
     json: JsonOption = False,
 ) -> None:
-    """A real model's rows through every format, then an engine on a real text; exit code 1 when anything differs."""
+    """A real model's rows through every format, an engine on a real text, parity; exit code 1 when anything differs."""
     start = time.perf_counter()
     where = parse_device(device)
     if backend is not None:
         check_name("--backend", backend)
     elif simulate:
         raise CommandError("--simulate: needs --backend, the backend whose simulator to use")
-    prompt = _read(text)
+    if tokens is None:
+        tokens = FEW_TOKENS if where.type == "cpu" and backend not in (None, REFERENCE) else MANY_TOKENS
+    prompt = _read(text)[: 2 * tokens]
+    test = Test(where, block_size, backend, simulate)
     with progress() as bars:
-        rows = _run_rows(where, block_size, backend, simulate, bars)
-        engine = _run_engine(prompt, where, backend, simulate, bars)
-    report = _Report(where, block_size, rows, engine, time.perf_counter() - start)
+        rows = _run_rows(test, tokens, bars)
+        engine = _run_engine(test, prompt, max(1, tokens // 16), bars)
+        parity = _run_parity(backend, bars)
+    report = _Report(test, rows, engine, parity, time.perf_counter() - start)
     if json:
         print_json(_facts(report))
     else:
@@ -61,48 +69,51 @@ def command(
 
 @dataclass(frozen=True)
 class _Report:
-    device: torch.device
-    block_size: int
+    test: Test
     rows: list[RowsResult]
     engine: EngineResult
+    parity: list[Result]
     seconds: float
 
     @property
     def passed(self) -> bool:
         """Something ran, and all that ran is right; a format that the backend refuses is no failure."""
         ran = [row for row in self.rows if row.refused is None]
-        return bool(ran) and all(row.bytes_equal for row in ran) and bool(self.engine.logits_equal)
+        parity = not any(result.problem for result in self.parity)
+        return bool(ran) and all(row.bytes_equal for row in ran) and bool(self.engine.logits_equal) and parity
 
 
 def _read(path: Path | None) -> bytes:
     from kvhal.demo_engine import readme
 
     try:
-        text = readme() if path is None else path.read_bytes()
+        return readme() if path is None else path.read_bytes()
     except OSError as error:
         raise CommandError(f"--text: {error.strerror or error}" + (f": {path}" if path else "")) from error
-    return text[:PROMPT_BYTES]
 
 
-def _run_rows(
-    device: torch.device, block_size: int, backend: str | None, simulate: bool, bars: Progress
-) -> list[RowsResult]:
-    cases = real_cases()
+def _run_rows(test: Test, tokens: int, bars: Progress) -> list[RowsResult]:
+    cases = real_cases(tokens)
     task = bars.add_task("rows", total=len(cases))
     results = []
     for case in cases:
         bars.update(task, description=f"rows: {case.name}")
-        results.append(run_case(case, device, block_size, backend, simulate))
+        results.append(run_case(case, test))
         bars.advance(task)
     return results
 
 
-def _run_engine(
-    prompt: bytes, device: torch.device, backend: str | None, simulate: bool, bars: Progress
-) -> EngineResult:
+def _run_engine(test: Test, prompt: bytes, new_tokens: int, bars: Progress) -> EngineResult:
     from kvhal.demo_engine import run_engine
 
-    return run_engine(prompt, device, backend, simulate, _reporter(bars))
+    return run_engine(test, prompt, new_tokens, _reporter(bars))
+
+
+def _run_parity(backend: str | None, bars: Progress) -> list[Result]:
+    from kvhal.demo_parity import parity_targets, run_parity
+
+    bars.add_task("parity", total=None)
+    return list(run_parity(parity_targets(backend)))
 
 
 def _reporter(bars: Progress) -> Callable[[str, int, int], None]:
@@ -120,17 +131,24 @@ def _reporter(bars: Progress) -> Callable[[str, int, int], None]:
 def _facts(report: _Report) -> dict[str, Any]:
     return {
         "passed": report.passed,
-        "device": str(report.device),
-        "block_size": report.block_size,
+        "device": str(report.test.device),
+        "block_size": report.test.block_size,
         "seconds": round(report.seconds, 3),
         "rows": [asdict(row) for row in report.rows],
         "engine": {**asdict(report.engine), "output": report.engine.output.hex()},
+        "parity": [
+            {"case": result.case.id, "target": result.target.id, "hash": result.digest, "problem": result.problem}
+            for result in report.parity
+        ],
     }
 
 
 def _show(report: _Report) -> None:
+    from kvhal.demo_parity import parity_lines
+
+    test = report.test
     print_table(
-        f"Rows of a real model, stored in shuffled blocks of {report.block_size} on {report.device}, loaded by plan",
+        f"Rows of a real model, stored in shuffled blocks of {test.block_size} on {test.device}, loaded by plan",
         ("format", "rows", "bytes/token", "of bf16", "SNR", "backend", "bytes as the reference's"),
         [_cells(row) for row in report.rows],
         right=("bytes/token", "of bf16", "SNR"),
@@ -140,6 +158,7 @@ def _show(report: _Report) -> None:
     if any(row.backend == REFERENCE for row in report.rows):
         print_lines(f"{REFERENCE} is the reference: here it was compared with itself.", "")
     _show_engine(report.engine)
+    print_lines("", *parity_lines(report.parity))
     print_lines("", f"{'passed' if report.passed else 'FAILED'} in {report.seconds:.1f} s")
 
 
