@@ -3,8 +3,10 @@
     python benchmarks/gpu_tilelang.py OUT.json            the kernels as they ship
     python benchmarks/gpu_tilelang.py OUT.json --variants  every launch shape that was considered, to choose from
 
-Medians of CUDA events, L2 overwritten before each launch, pages shuffled. Bytes: every input byte read once and every
-output byte written once; a table that many tokens share (weights, cosines) is not counted.
+Pages are shuffled. "microseconds": median of CUDA events around one launch, L2 overwritten before it, so launch, ramp and
+drain are in it; a copy of as many bytes pays for them too ("share_of_equal_copy"). "streaming_microseconds": twelve launches
+in a row over three sets of tensors, as in a busy stream. "share_of_copy" is against a copy of 2 GiB. Bytes: every input
+byte read once and every output byte written once; a table that many tokens share (weights, cosines) is not counted.
 """
 
 from __future__ import annotations
@@ -36,6 +38,17 @@ INDEX_FORMATS = {name: layout for name, layout in BUILTIN_FORMATS.items() if lay
 NAMES = {layout: name for name, layout in BUILTIN_FORMATS.items()}
 TOKENS, CHUNK, DECODE = 524_288, 8_192, 64
 SHAPES = [(1, 4), (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4)]  # tokens, warps
+FUSED = [
+    (4, 792, 1),
+    (4, 1584, 1),
+    (4, 6336, 1),
+    (4, 660, 2),
+    (4, 1320, 2),
+    (4, 792, 2),
+    (8, 396, 1),
+    (8, 264, 2),
+    (2, 1584, 1),
+]
 TILES = [(32, 64), (32, 128), (64, 64), (64, 128), (64, 256), (128, 256)]
 
 
@@ -84,6 +97,28 @@ def copy_bandwidth(flush: torch.Tensor) -> float:
     source = torch.randint(0, 2**31, (2**29,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / measure(lambda: target.copy_(source), flush) * 1e3
+
+
+def equal_copy(count: int, flush: torch.Tensor) -> float:
+    """Milliseconds of a device-to-device copy that moves `count` bytes."""
+    source = torch.randint(0, 2**31, (max(1, count // 8),), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    return measure(lambda: target.copy_(source), flush)
+
+
+def stream(launches: list[Callable[[], None]], count: int = 12) -> float:
+    """Median milliseconds a launch of `count` in a row, turning over independent sets of tensors."""
+    times = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(400_000)  # the host gets ahead of the device
+        begin.record()
+        for i in range(count):
+            launches[i % len(launches)]()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / count)
+    return statistics.median(times)
 
 
 def slots_of(job: Job) -> torch.Tensor:
@@ -147,8 +182,9 @@ def jobs(variants: bool) -> list[Job]:
         found.append(Job("store", store.store_kernel, (V41_FP4_FORMAT, 64, "int64", 16), V41_FP4_FORMAT, shape=shape))
         for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT):
             found.append(Job("load", load.load_kernel, (layout, 64, 16), layout, shape=shape))
-        found.append(Job("fused", fused.fused_kernel, (V41_FORMAT, 64, stages), V41_FORMAT, shape=shape))
         found.append(Job("slots", load.slots_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order="tokens", shape=shape))
+    for turns in FUSED if variants else [()]:
+        found.append(Job("fused", fused.fused_kernel, (V41_FORMAT, 64, stages), V41_FORMAT, shape=turns))
     for tile in tiles:
         wanted = INDEX_FORMATS if not variants else {"MXFP8": kvhal.MXFP8_INDEX_KV_FORMAT, "FP4": kvhal.FP4_INDEX_KV_FORMAT}
         found += [Job("load", load.raw_kernel, (layout, 64, 16), layout, shape=tile) for layout in wanted.values()]
@@ -207,6 +243,27 @@ def _host_time(call: Callable[[], Any]) -> float:
     return statistics.median(best)
 
 
+def result_of(job: Job, flush: torch.Tensor, bandwidth: float) -> dict[str, Any]:
+    """One row of the results; printed too."""
+    run = build.kernel(job.key[0], *job.key[1], platform=detect("cuda"), device=torch.device("cuda", 0))
+    launch, count = prepare(job, run)
+    milliseconds = measure(launch, flush)
+    streaming = stream([launch, prepare(job, run)[0], prepare(job, run)[0]])
+    row = {"kernel": job.name, "format": NAMES[job.layout], "tokens": job.tokens, "order": job.order}
+    row |= {
+        "block_size": job.block_size,
+        "shape": list(job.shape),
+        "bytes": count,
+        "microseconds": round(milliseconds * 1e3, 2),
+    }
+    row |= {"share_of_copy": round(count / milliseconds * 1e3 / bandwidth, 4)}
+    row |= {"share_of_equal_copy": round(equal_copy(count, flush) / milliseconds, 4)}
+    row |= {"streaming_microseconds": round(streaming * 1e3, 2)}
+    row |= {"streaming_share_of_copy": round(count / streaming * 1e3 / bandwidth, 4)}
+    print(*row.values(), flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -220,21 +277,7 @@ def main() -> None:
     print(f"built in {time.time() - begin:.0f} s", flush=True)
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     bandwidth = copy_bandwidth(flush)
-    results = []
-    for job in wanted:
-        run = build.kernel(*[job.key[0], *job.key[1]], platform=detect("cuda"), device=torch.device("cuda", 0))
-        launch, count = prepare(job, run)
-        milliseconds = measure(launch, flush)
-        row = {"kernel": job.name, "format": NAMES[job.layout], "tokens": job.tokens, "order": job.order}
-        row |= {"block_size": job.block_size, "shape": list(job.shape), "microseconds": round(milliseconds * 1e3, 2)}
-        row |= {"bytes": count, "share_of_copy": round(count / milliseconds * 1e3 / bandwidth, 4)}
-        results.append(row)
-        print(
-            *(
-                row[name]
-                for name in ("kernel", "format", "tokens", "order", "block_size", "shape", "microseconds", "share_of_copy")
-            )
-        )
+    results = [result_of(job, flush, bandwidth) for job in wanted]
     facts = {"device": torch.cuda.get_device_name(), "commit": options.commit or _commit(), "copy_bytes_a_second": bandwidth}
     facts |= {"copy_again": copy_bandwidth(flush), "torch": torch.__version__, "tilelang": version("tilelang")}
     facts |= {} if options.variants else {"host_microseconds": host_costs()}

@@ -46,6 +46,16 @@ template <int BYTES, int ALIGN> __device__ __forceinline__ void put(void* p, con
 __device__ __forceinline__ void get_row(u32* r, const void* p) { get<16, ROW_ALIGN>(r, p); }
 __device__ __forceinline__ void put_row(void* p, const u32* r) { put<16, ROW_ALIGN>(p, r); }
 __device__ __forceinline__ void get_data(u32* r, const void* p) { get<DATA_BYTES, CACHE_ALIGN>(r, p); }
+// For runs of records: the rest of the 256 bytes comes to L2 with them. Aligned, so it never leaves the allocation.
+__device__ __forceinline__ void get_data_ahead(u32* r, const void* p) {
+  if constexpr (DATA_BYTES == 8 && CACHE_ALIGN >= 8) {
+    asm volatile("ld.global.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
+  } else if constexpr (DATA_BYTES == 4 && CACHE_ALIGN >= 4) {
+    asm volatile("ld.global.L2::256B.u32 %0, [%1];" : "=r"(r[0]) : "l"(p));
+  } else {
+    get_data(r, p);
+  }
+}
 __device__ __forceinline__ void get_scale(u32* r, const void* p) { get<SF_BYTES, SF_ALIGN>(r, p); }
 // a token's octets and scales, from the addresses of its first ones
 __device__ __forceinline__ void put_record(void* data_at, void* sf_at, int lane, const u32* data, const u32* sf) {

@@ -24,8 +24,9 @@ from kvhal.formats import KVCacheFormat
 from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import cache_geometry
 
-#: (warps of a thread block, thread blocks at most): a warp takes a token after another, the next one's row already on its way
-SHAPE = (4, 6336)
+#: (warps of a thread block, thread blocks at most, tokens whose rows are on their way): a warp takes a token after another;
+#: as many thread blocks as an H100 or H200 holds at a time
+SHAPE = (4, 792, 1)
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TYPE_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -123,7 +124,7 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
     return "namespace kv {\n" + "\n".join(lines) + "".join(functions) + "}  // namespace kv\n"
 
 
-def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int] = SHAPE) -> Any:
+def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int, int] = SHAPE) -> Any:
     """Each warp carries a token after another through the stages; weights stay in its registers.
 
     Args:
@@ -132,7 +133,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
         shape: see SHAPE.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
-    warps, blocks_at_most = shape
+    warps, blocks_at_most, depth = shape
     rounds, lanes, side = octets.rounds, octets.lanes, octets.tokens_a_warp
     quantized = layout.quantized_dtype is not None
     prelude = source(geometry, stages.alignment) + fused_source(layout, stages, side * warps)
@@ -163,13 +164,13 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
         back: absent_unless(with_back, (n, layout.elements), (back_stride, 1), "bfloat16"),
     ):
         with T.Kernel(T.min(T.ceildiv(n, side * warps), blocks_at_most), threads=WARP * warps, prelude=prelude) as program:
-            raw = T.alloc_local((rounds * input_words,), "uint32")
+            raw = T.alloc_local((depth * rounds * input_words,), "uint32")  # of the next tokens
             values = T.alloc_local((rounds * OCTET,), "float32")
             factors = T.alloc_local((rounds * OCTET,), "float32")
             words = T.alloc_local((rounds * OCTET_WORDS,), "uint32")
             data = T.alloc_local((rounds * octets.data_words,), "uint32")
             sf = T.alloc_local((rounds,), "uint32")
-            slot = T.alloc_local((1,), "int64")  # of the next token
+            slot = T.alloc_local((depth,), "int64")  # of the next tokens
             place = T.alloc_local((1,), "int64")  # position of the one after that
             turns = T.alloc_local((turn_count,), "float32")  # cosines and sines of the next token
             thread = T.get_thread_binding()
@@ -184,29 +185,33 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
                     if h * lanes + lane < octets.count:
                         at = (h * lanes + lane) * OCTET
                         call(f"kv::get_{weight_type}", T.address_of(factors[h * OCTET]), T.address_of(weight[at]))
-            fetch(kv, slots, n, first, lane, raw, slot)
+            for j in T.unroll(depth):
+                fetch(kv, slots, n, first + j * step, lane, raw, slot, j)
             if with_rope:
                 place[0] = T.cast(positions[T.min(first, n - 1)], "int64")
                 fetch_turns(cos_sin, max_position, positions, n, first + step, lane, turns, place)
-            for i in T.serial(T.ceildiv(n, step)):
-                token = first + i * step
-                where = T.alloc_var("int64", init=slot[0])
-                call(f"kv::widen_{input_type}", T.address_of(values[0]), T.address_of(raw[0]))
-                fetch(kv, slots, n, token + step, lane, raw, slot)
-                if with_norm:
-                    call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
-                if with_rope:
-                    call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
-                    fetch_turns(cos_sin, max_position, positions, n, token + 2 * step, lane, turns, place)
-                if stages.hadamard:
-                    call("kv::hadamard", T.address_of(values[0]), lane)
-                call("kv::narrow", T.address_of(words[0]), T.address_of(values[0]))
-                if with_slots:
-                    put_record(cache, where, blocks * block_size, lane, words, 0, data, sf)
-                elif quantized:
-                    call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(words[0]))
-                if with_back:
-                    put_back(back, n, token, lane, words, data, sf)
+            for i in T.serial(T.ceildiv(n, depth * step)):
+                for j in T.unroll(depth):
+                    if program * (warps * side) + (i * depth + j) * step < n:  # some token of the thread block
+                        token = first + (i * depth + j) * step
+                        where = T.alloc_var("int64", init=slot[j])
+                        word = j * (rounds * input_words)
+                        call(f"kv::widen_{input_type}", T.address_of(values[0]), T.address_of(raw[word]))
+                        fetch(kv, slots, n, token + depth * step, lane, raw, slot, j)
+                        if with_norm:
+                            call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
+                        if with_rope:
+                            call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
+                            fetch_turns(cos_sin, max_position, positions, n, token + 2 * step, lane, turns, place)
+                        if stages.hadamard:
+                            call("kv::hadamard", T.address_of(values[0]), lane)
+                        call("kv::narrow", T.address_of(words[0]), T.address_of(values[0]))
+                        if with_slots:
+                            put_record(cache, where, blocks * block_size, lane, words, 0, data, sf)
+                        elif quantized:
+                            call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(words[0]))
+                        if with_back:
+                            put_back(back, n, token, lane, words, data, sf)
 
     return fused
 
@@ -221,23 +226,25 @@ def fetch_turns(cos_sin, max_position, positions, n, token, lane, turns, place):
 
 
 def token_reader(layout: KVCacheFormat, stages: Stages) -> Any:
-    """A macro that starts the loads of one token's octets and slot; past the last token, of that one's, for no slot."""
+    """A macro that starts the loads of one token's octets and slot into place `at`; past the last token, of that one's, for
+    no slot."""
     octets, with_slots = Octets.of(layout), stages.slot_dtype is not None
     words = OCTET if stages.input_dtype == "float32" else OCTET_WORDS
     get = f"kv::fetch_{TYPE_NAMES[stages.input_dtype]}"
 
     @T.macro
-    def fetch(kv, slots, n, token, lane, raw, slot):
+    def fetch(kv, slots, n, token, lane, raw, slot, at):
         row = T.alloc_var("int32", init=T.min(token, n - 1))
         for h in T.unroll(octets.rounds):
             octet = h * octets.lanes + lane
+            word = (at * octets.rounds + h) * words
             if octets.padded:
                 for w in T.unroll(words):
-                    raw[h * words + w] = T.uint32(0)
+                    raw[word + w] = T.uint32(0)
             if octet < octets.count:
-                call(get, T.address_of(raw[h * words]), T.address_of(kv[row, octet * OCTET]))
+                call(get, T.address_of(raw[word]), T.address_of(kv[row, octet * OCTET]))
         if with_slots:
-            slot[0] = T.if_then_else(token < n, T.cast(slots[row], "int64"), T.int64(-1))
+            slot[at] = T.if_then_else(token < n, T.cast(slots[row], "int64"), T.int64(-1))
 
     return fetch
 

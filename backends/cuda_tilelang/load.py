@@ -22,7 +22,7 @@ from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry, sf_output
 
 #: data format -> (rounds of tokens that a warp reads before it writes the first, warps of a thread block); measured on an H200
-SHAPES: dict[str | None, tuple[int, int]] = {"e4m3": (1, 4), "e2m1": (2, 4), None: (1, 4)}
+SHAPES: dict[str | None, tuple[int, int]] = {"e4m3": (2, 2), "e2m1": (2, 4), None: (1, 4)}
 SLOTS_SHAPE = (1, 4)  #: the same for loads by slot
 RAW_SHAPE = (64, 128)  #: rows of an index layout that a thread block copies, and its threads
 
@@ -65,8 +65,8 @@ def bind_load_slots(request: Request) -> Launcher:
     return launch
 
 
-def record_reader(geometry: CacheGeometry) -> tuple[Any, Any]:
-    """Macros on one octet of a valid token: read its data and scale into registers, and write it out as bf16."""
+def record_reader(geometry: CacheGeometry, get_data: str = "kv::get_data") -> tuple[Any, Any]:
+    """Macros on one octet of a valid token: read its data (by `get_data`) and scale into registers; write it out as bf16."""
     layout, octets = geometry.layout, Octets.of(geometry.layout)
     if layout.quantized_dtype is None:
 
@@ -85,7 +85,7 @@ def record_reader(geometry: CacheGeometry) -> tuple[Any, Any]:
     @T.macro
     def get_record(cache, block, token, octet, data, sf):
         byte = token * geometry.data_token_stride + octet * octets.data_bytes
-        call("kv::get_data", T.address_of(data), T.address_of(cache[block, 0, 0, byte]))
+        call(get_data, T.address_of(data), T.address_of(cache[block, 0, 0, byte]))
         byte = geometry.sf_offset + token * geometry.sf_token_stride + octet // octets.group * sf_bytes
         call("kv::get_scale", T.address_of(sf), T.address_of(cache[block, 0, 0, byte]))
 
@@ -111,7 +111,7 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: t
     tiles, words = -(-block_size // tile), octets.data_words
     blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
     segment_count, rows, out_stride = T.dynamic("segment_count"), T.dynamic("rows", "int64"), T.dynamic("out_stride", "int64")
-    get_record, put_record = record_reader(geometry)
+    get_record, put_record = record_reader(geometry, "kv::get_data_ahead")
 
     @T.prim_func
     def load(
