@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvhal.demo_engine import EngineResult
     from kvhal.testing.parity import Result
 
-MANY_TOKENS = 512  #: all rows of the data; twice as many bytes of text are prefilled, a sixteenth is decoded
+MANY_TOKENS = 512  #: all rows of the data; twice as many bytes of text are prefilled, a sixteenth (four at least) is decoded
 FEW_TOKENS = 16  #: on the CPU, every backend but the reference is interpreted or simulated: seconds a call
 
 
@@ -56,7 +56,7 @@ def command(
     test = Test(where, block_size, backend, simulate)
     with progress() as bars:
         rows = _run_rows(test, tokens, bars)
-        engine = _run_engine(test, prompt, max(1, tokens // 16), bars)
+        engine = _run_engine(test, prompt, max(4, tokens // 16), bars)
         parity = _run_parity(backend, bars)
     report = _Report(test, rows, engine, parity, time.perf_counter() - start)
     if json:
@@ -173,9 +173,9 @@ def _cells(row: RowsResult) -> tuple[str, ...]:
 
 def _show_engine(engine: EngineResult) -> None:
     formats = ", ".join(f"{name} in {value}" for name, value in engine.formats.items())
-    chunks = -(-engine.prompt_tokens // engine.chunk_size)
     print_lines(
-        f"Engine: {engine.prompt_tokens} tokens of text in {chunks} chunks, then {engine.new_tokens} decoded",
+        f"Engine: {engine.prompt_tokens} tokens of text prefilled in chunks of {engine.chunk_size}, "
+        f"then {engine.new_tokens} decoded",
         f"  records: {formats}",
     )
     if engine.refused is not None:
