@@ -1,0 +1,58 @@
+"""Kernels that put the codec's device functions next to each other, for the tests over every input."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvhal.backends.portable_triton.codec import (
+    E2M1_TOP,
+    encode_e4m3,
+    reciprocal,
+    round_bf16,
+    round_e2m1,
+    scale_e2m1,
+    widen,
+)
+
+
+@triton.jit
+def count_e4m3_mismatches(count_ptr, size: tl.constexpr):
+    """Adds how many of this program's fp32 bit patterns the hardware encodes otherwise than the integers do."""
+    bits = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    value = bits.to(tl.int32).to(tl.float32, bitcast=True)
+    wrong = encode_e4m3(value, True) != encode_e4m3(value, False)
+    tl.atomic_add(count_ptr, tl.sum(wrong.to(tl.int32)))
+
+
+@triton.jit
+def count_bf16_mismatches(count_ptr, size: tl.constexpr):
+    """The same of rounding fp32 to bf16."""
+    bits = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    value = bits.to(tl.int32).to(tl.float32, bitcast=True)
+    wrong = round_bf16(value, True) != round_bf16(value, False)
+    tl.atomic_add(count_ptr, tl.sum(wrong.to(tl.int32)))
+
+
+@triton.jit
+def both_reciprocals(value_ptr, out_ptr, size: tl.constexpr):
+    """out[0]: the hardware's, out[1]: the true division's, of fp32 [size]."""
+    at = tl.arange(0, size)
+    value = tl.load(value_ptr + at)
+    tl.store(out_ptr + at, reciprocal(value, True))
+    tl.store(out_ptr + size + at, reciprocal(value, False))
+
+
+@triton.jit
+def encode_e2m1_pairs(bits_ptr, amax_ptr, scale_ptr, words_ptr, count, rec: tl.constexpr, size: tl.constexpr):
+    """e2m1 words of bf16 bits under the scale of each program's amax, saturating; and that scale byte."""
+    scale_at = tl.program_id(1)
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    bits = tl.load(bits_ptr + at, mask=at < count, other=0)
+    amax = tl.load(amax_ptr + scale_at + tl.zeros((1,), tl.int32)).to(tl.int32) << 16
+    scale, multiplier = scale_e2m1(amax, rec)
+    value = tl.clamp(widen(bits) * multiplier, -E2M1_TOP, E2M1_TOP)
+    words = tl.reshape(round_e2m1(value[None, :], rec.ptx), (size // 8,))
+    word_at = tl.program_id(0) * (size // 8) + tl.arange(0, size // 8)
+    tl.store(words_ptr + scale_at * (count // 8) + word_at, words, mask=word_at < count // 8)
+    tl.store(scale_ptr + scale_at + tl.zeros((1,), tl.int32), scale)
