@@ -73,6 +73,15 @@ def widen(bits):
 
 
 @triton.jit
+def to_fp32(value):
+    """fp32 of bf16 or fp32, exact (Triton's interpreter loses bf16's subnormals in its own cast)."""
+    if value.dtype == tl.bfloat16:
+        return widen(value.to(tl.int16, bitcast=True))
+    else:
+        return value
+
+
+@triton.jit
 def round_bf16(value, native: tl.constexpr):
     """bf16 bits (int16) of fp32: nearest even, every NaN 0x7FFF."""
     if native:

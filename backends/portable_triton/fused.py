@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, dequantise_words, round_bf16
+from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, dequantise_words, round_bf16, to_fp32
 from kvhal.backends.portable_triton.launch import Kernel, fused_shape
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.record import record_of
@@ -42,7 +42,8 @@ class Stages:
 @triton.jit
 def sum_of_pairs(values, rec: tl.constexpr):
     """Sum of each row of fp32 [T, tile] by the tree over adjacent pairs."""
-    for _ in tl.static_range(rec.levels):
+    levels: tl.constexpr = rec.levels
+    for _ in tl.static_range(levels):
         values = tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)), axis=2)
     return tl.reshape(values, (values.shape[0],))
 
@@ -55,7 +56,7 @@ def rms_norm(x, weight_ptr, eps, rec: tl.constexpr):
     root = tl.sqrt_rn(mean + eps)
     inverse = tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)
     element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
-    weight = tl.load(weight_ptr + element, mask=exists, other=0.0).to(tl.float32)
+    weight = to_fp32(tl.load(weight_ptr + element, mask=exists, other=0.0))
     return (x * inverse[:, None]) * weight[None, :]
 
 
@@ -101,7 +102,8 @@ def hadamard(x, rec: tl.constexpr, scale: tl.constexpr):
     """Normalised Walsh-Hadamard transform of each row of fp32 [T, tile]."""
     rows: tl.constexpr = x.shape[0]
     tile: tl.constexpr = x.shape[1]
-    for level in tl.static_range(rec.levels):
+    levels: tl.constexpr = rec.levels
+    for level in tl.static_range(levels):
         pairs = tl.reshape(x, (rows, tile // (2 << level), 2, 1 << level))
         a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, tile))
@@ -134,13 +136,9 @@ def fused_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     wanted = row < n
-    if stages.store:
-        block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
-        if not stages.back:
-            wanted = ok
     element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
     source = kv_ptr + row[:, None] * kv_stride + element[None, :]
-    x = tl.load(source, mask=wanted[:, None] & exists[None, :], other=0.0).to(tl.float32)
+    x = to_fp32(tl.load(source, mask=wanted[:, None] & exists[None, :], other=0.0))
     if stages.norm:
         x = rms_norm(x, weight_ptr, eps, rec)
     if stages.rope_dim > 0:
@@ -158,10 +156,11 @@ def fused_kernel(
         bits = tl.where(exists[None, :], bits, 0)
     data, scale = quantise(bits, rec)
     if stages.store:
+        block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
         write_records(base, sf_base, ok, data, scale, rec)
     if stages.back:
-        write_rows(back_ptr, back_stride, row, row < n, dequantise(data, scale, rec), rec)
+        write_rows(back_ptr, back_stride, row, wanted, dequantise(data, scale, rec), rec)
 
 
 @triton.jit

@@ -60,7 +60,10 @@ def read_records(base, sf_base, ok, rec: tl.constexpr):
         mask = ok[:, None] & exists[None, :]
         if rec.dtype == "e4m3":
             scale = decode_scale(read_scales(sf_base, ok, rec), rec)
-            bits = dequantise_codes(tl.load(base[:, None] + element[None, :], mask=mask, other=0), scale, rec)
+            source = base[:, None] + element[None, :]
+            if rec.narrow:
+                source = tl.multiple_of(source, (1, 8))
+            bits = dequantise_codes(tl.load(source, mask=mask, other=0), scale, rec)
         else:
             bits = tl.load(base.to(tl.pointer_type(tl.int16))[:, None] + element[None, :], mask=mask, other=0)
     return bits
@@ -76,7 +79,7 @@ def write_rows(out_ptr, out_stride, row, written, bits, rec: tl.constexpr):
 
 @triton.jit
 def segment_rows(segments_ptr, total_k, num_blocks, rec: tl.constexpr, tokens: tl.constexpr):
-    """Block, tokens [T], validity of the source, output rows [T] and whether they are written, of this program's part."""
+    """Block, tokens [T], whether they can be read, output rows [T], whether they are written, and whether any is."""
     parts: tl.constexpr = (rec.block_size + tokens - 1) // tokens
     segment = tl.program_id(0).to(tl.int64) // parts
     segments_ptr += segment * 4
@@ -87,8 +90,9 @@ def segment_rows(segments_ptr, total_k, num_blocks, rec: tl.constexpr, tokens: t
     first = tl.maximum(begin, 0) + (tl.program_id(0) % parts) * tokens
     token = first + tl.arange(0, tokens)
     row = token + (target - begin)
-    covered = (token < tl.minimum(end, rec.block_size)) & (row >= 0) & (row < total_k)
-    return block, token, covered & (block >= 0) & (block < num_blocks), row, covered
+    limit = tl.minimum(end, rec.block_size)
+    covered = (token < limit) & (row >= 0) & (row < total_k)
+    return block, token, covered & (block >= 0) & (block < num_blocks), row, covered, first < limit
 
 
 @triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
@@ -103,9 +107,10 @@ def load_kernel(
     rec: tl.constexpr,
     tokens: tl.constexpr,
 ):
-    block, token, ok, row, covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
-    base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-    write_rows(out_ptr, out_stride, row, covered, read_records(base, sf_base, ok, rec), rec)
+    block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
+    if any_covered:
+        base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
+        write_rows(out_ptr, out_stride, row, covered, read_records(base, sf_base, ok, rec), rec)
 
 
 @triton.jit(do_not_specialize=["n", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -149,10 +154,11 @@ def load_raw_kernel(
     rec: tl.constexpr,
     tokens: tl.constexpr,
 ):
-    block, token, ok, row, covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
-    base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-    copy_bytes(base, out_ptr + row * out_stride, ok, covered, rec.data_bytes)
-    copy_bytes(sf_base, out_sf_ptr + row * out_sf_stride, ok, covered, rec.num_scales * rec.sf_item)
+    block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
+    if any_covered:
+        base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
+        copy_bytes(base, out_ptr + row * out_stride, ok, covered, rec.data_bytes)
+        copy_bytes(sf_base, out_sf_ptr + row * out_sf_stride, ok, covered, rec.num_scales * rec.sf_item)
 
 
 def bind_load(request: Request) -> Launcher:

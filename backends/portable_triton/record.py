@@ -63,6 +63,7 @@ class Record:
     sf_mantissa: int
     native: bool
     ptx: bool
+    narrow: bool = False
 
     @property
     def tile(self) -> int:

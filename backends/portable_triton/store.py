@@ -108,6 +108,8 @@ def write_records(base, sf_base, ok, data, scale, rec: tl.constexpr):
     else:
         element, exists = element_of(tl.arange(0, data.shape[1]), rec)
         target = base.to(tl.pointer_type(data.dtype))[:, None] + element[None, :]
+        if rec.narrow:
+            target = tl.multiple_of(target, (1, 8))
         tl.store(target, data, mask=ok[:, None] & exists[None, :])
     if rec.dtype != "bf16":
         write_scales(sf_base, scale, ok, rec)
@@ -132,7 +134,8 @@ def store_kernel(
     block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
     element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
     source = kv_ptr + row[:, None] * kv_stride + element[None, :]
-    bits = tl.load(source, mask=ok[:, None] & exists[None, :], other=0.0).to(tl.int16, bitcast=True)
+    # skipped rows are read too: waiting for the slots first would cost every row a second trip to memory
+    bits = tl.load(source, mask=(row < n)[:, None] & exists[None, :], other=0.0).to(tl.int16, bitcast=True)
     base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
     data, scale = quantise(bits, rec)
     write_records(base, sf_base, ok, data, scale, rec)
