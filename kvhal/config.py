@@ -34,10 +34,11 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """The policy in force and the launchers bound under it. One object a configuration: a change means another object."""
+    """The policy in force, the launchers bound under it and the calls validated. A change means another object."""
 
     policy: Policy
     table: dict[Any, Any] = field(default_factory=dict)
+    calls: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -24,6 +24,7 @@ from kvhal.ops.checks import (
     record_rows,
     reject,
 )
+from kvhal.ops.repeated import call_key, remember, repeated
 
 BF16 = (torch.bfloat16,)
 
@@ -65,6 +66,12 @@ def store_kv_cache(
         from kvhal import library
 
         return library.store_kv_cache(kv, kv_cache, slot_mapping, layout)
+    scope = current()
+    key = call_key(Op.STORE, (layout,), kv_cache, kv, slot_mapping)
+    launch = repeated(scope, key, kv_cache)
+    if launch is not None:
+        launch(kv, kv_cache, slot_mapping)
+        return None
     check_tensor("kv_cache", kv_cache, (torch.uint8, torch.bfloat16))
     geometry = geometry_of(kv_cache, layout)
     check_tensor("slot_mapping", slot_mapping, SLOT_DTYPES, rank=1)
@@ -75,10 +82,12 @@ def store_kv_cache(
     check_contiguous("slot_mapping", slot_mapping)
     if rows.shape[0] == 0 or kv_cache.shape[0] == 0:
         return None
-    scope = current()
     if scope.policy.strict:
         strict.check_store_slots(slot_mapping, kv_cache.shape[0] * geometry.block_size)
-    bound(scope, Op.STORE, geometry, geometry.layout, geometry.block_size, device)(rows, kv_cache, slot_mapping)
+    launch = bound(scope, Op.STORE, geometry, geometry.layout, geometry.block_size, device)
+    launch(rows, kv_cache, slot_mapping)
+    if rows is kv:
+        remember(scope, key, launch)
     return None
 
 
@@ -118,6 +127,13 @@ def load_paged_kv_cache(
         from kvhal import library
 
         return library.load_paged_kv_cache(kv_cache, load_segments, total_k, out, layout, sf_format)
+    scope = current()
+    scalars = (layout, sf_format, total_k)
+    key = call_key(Op.LOAD, scalars, kv_cache, load_segments, out) if type(total_k) is int else None
+    launch = repeated(scope, key, kv_cache)
+    if launch is not None:
+        launch(kv_cache, load_segments, total_k, out, None)
+        return KVCacheTensors(cast(torch.Tensor, out), None)
     check_tensor("kv_cache", kv_cache, (torch.uint8, torch.bfloat16))
     geometry = geometry_of(kv_cache, layout, sf_format)
     device = kv_cache.device
@@ -130,11 +146,12 @@ def load_paged_kv_cache(
     check_same_device(device, "kv_cache", load_segments=load_segments, out=kv, **{"out.sf": sf})
     if load_segments.shape[0] == 0 or total_k == 0:
         return result
-    scope = current()
     if scope.policy.strict:
         strict.check_segments(load_segments, kv_cache.shape[0], geometry.block_size, total_k)
     launch = bound(scope, Op.LOAD, geometry, geometry.layout, geometry.block_size, device)
     launch(kv_cache, load_segments, total_k, kv, sf)
+    if kv is out:
+        remember(scope, key, launch)
     return result
 
 
@@ -161,6 +178,12 @@ def load_kv_slots(
         from kvhal import library
 
         return library.load_kv_slots(kv_cache, slots, out, layout)
+    scope = current()
+    key = call_key(Op.LOAD_SLOTS, (layout,), kv_cache, slots, out)
+    launch = repeated(scope, key, kv_cache)
+    if launch is not None:
+        launch(kv_cache, slots, out)
+        return cast(torch.Tensor, out)
     check_tensor("kv_cache", kv_cache, (torch.uint8, torch.bfloat16))
     geometry = geometry_of(kv_cache, layout)
     device, elements = kv_cache.device, geometry.layout.elements
@@ -175,10 +198,12 @@ def load_kv_slots(
     if slots.numel() == 0:
         return out
     rows = _slot_rows(out, elements)
-    scope = current()
     if scope.policy.strict:
         strict.check_load_slots(slots, kv_cache.shape[0] * geometry.block_size)
-    bound(scope, Op.LOAD_SLOTS, geometry, geometry.layout, geometry.block_size, device)(kv_cache, slots.view(-1), rows)
+    launch = bound(scope, Op.LOAD_SLOTS, geometry, geometry.layout, geometry.block_size, device)
+    launch(kv_cache, slots.view(-1), rows)
+    if slots.dim() == 1:
+        remember(scope, key, launch)
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_compiling
@@ -25,6 +26,7 @@ from kvhal.ops.checks import (
     record_rows,
     reject,
 )
+from kvhal.ops.repeated import call_key, remember, repeated
 
 
 def fused_norm_rope_hadamard_cast_store_kvcache(
@@ -58,6 +60,14 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
         from kvhal import library
 
         return library.fused_store(kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
+    scope = current()
+    key = _key(kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
+    launch = repeated(scope, key, out_args.kv_cache if key and out_args else None)
+    if launch is not None:
+        back = torch.empty(kv.shape, dtype=torch.bfloat16, device=kv.device) if cast_args.cast_back else None
+        cache, slots = (None, None) if out_args is None else (out_args.kv_cache, out_args.slot_mapping)
+        launch(kv, norm_args, _with_offset(rope_args, kv.shape[1]), hadamard_args, cache, slots, back)
+        return back
     check_tensor("kv", kv, (torch.bfloat16, torch.float32))
     _check_types(norm_args, rope_args, hadamard_args, cast_args, out_args)
     layout, block_size = _layout(kv, cast_args, out_args)
@@ -71,13 +81,44 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
     back = torch.empty((tokens, layout.elements), dtype=torch.bfloat16, device=device) if cast_args.cast_back else None
     if tokens == 0 or (back is None and cache is not None and cache.shape[0] == 0):
         return back
-    scope = current()
     if scope.policy.strict:
         _check_values(rope, cache, slots, block_size)
     stages = tuple(name for name, on in (("norm", norm), ("rope", rope), ("hadamard", hadamard_args)) if on is not None)
     launch = _bound(scope, layout, block_size, device, stages)
     launch(rows, norm, rope, hadamard_args, cache, slots, back)
+    if rows is kv:
+        remember(scope, key, launch)
     return back
+
+
+def _key(kv: object, norm: object, rope: object, hadamard: object, casting: object, out: object) -> tuple[Any, ...] | None:
+    """The key of a call whose arguments have their own classes and whose numbers are plain ints."""
+    tensors, scalars = [kv], [hadamard, casting]
+    if isinstance(norm, NormArgs):
+        tensors.append(norm.weight)
+        scalars.append(norm.eps)
+    elif norm is not None:
+        return None
+    if isinstance(rope, RopeArgs):
+        tensors += (rope.positions, rope.cos_sin_cache)
+        scalars += (rope.rope_dim, rope.is_neox_style, rope.offset)
+        if type(rope.rope_dim) is not int or not (rope.offset is None or type(rope.offset) is int):
+            return None
+    elif rope is not None:
+        return None
+    if isinstance(out, KVCacheOutArgs):
+        tensors += (out.kv_cache, out.slot_mapping)
+        scalars.append(out.layout)
+    elif out is not None:
+        return None
+    return call_key(Op.FUSED_STORE, (norm is None, rope is None, out is None, *scalars), *tensors)
+
+
+def _with_offset(rope: RopeArgs | None, elements: int) -> RopeArgs | None:
+    """The rotation with its first element written out."""
+    if rope is None or rope.offset is not None:
+        return rope
+    return replace(rope, offset=elements - rope.rope_dim)
 
 
 def _bound(
@@ -147,11 +188,12 @@ def _check_rope(rope: RopeArgs, elements: int, tokens: int, device: torch.device
     width = check_int("rope_args.rope_dim", rope.rope_dim, 2, elements)
     if width % 2:
         reject("rope_args.rope_dim", width, "an even count")
-    offset = elements - width if rope.offset is None else check_int("rope_args.offset", rope.offset, 0, elements - width)
+    if rope.offset is not None:
+        check_int("rope_args.offset", rope.offset, 0, elements - width)
     check_tensor("rope_args.cos_sin_cache", rope.cos_sin_cache, (torch.float32,), rank=2)
     check_rows("rope_args.cos_sin_cache", rope.cos_sin_cache, columns=width)
     check_same_device(device, "kv", **{"rope_args.positions": rope.positions, "rope_args.cos_sin_cache": rope.cos_sin_cache})
-    return rope if rope.offset is not None else replace(rope, offset=offset)
+    return cast(RopeArgs, _with_offset(rope, elements))
 
 
 def _check_out(out: KVCacheOutArgs, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch.compiler import is_compiling
 
@@ -18,6 +20,7 @@ from kvhal.ops.checks import (
     check_writable_rows,
     reject,
 )
+from kvhal.ops.repeated import call_key, remember, repeated
 
 INT32 = (torch.int32,)
 
@@ -46,6 +49,13 @@ def convert_kv_index(
         from kvhal import library
 
         return library.convert_kv_index(topk_idxs, block_tables, context_lens, block_size)
+    scope = current()
+    plain = type(block_size) is int
+    key = call_key(Op.CONVERT_INDEX, (block_size,), topk_idxs, block_tables, context_lens) if plain else None
+    launch = repeated(scope, key)
+    if launch is not None:
+        launch(topk_idxs, block_tables, context_lens, block_size)
+        return topk_idxs
     check_tensor("topk_idxs", topk_idxs, INT32, rank=3)
     check_tensor("block_tables", block_tables, INT32, rank=2)
     check_tensor("context_lens", context_lens, INT32, rank=2)
@@ -61,10 +71,11 @@ def convert_kv_index(
     _check_topk_strides(topk_idxs)
     if topk_idxs.numel() == 0:
         return topk_idxs
-    scope = current()
     if scope.policy.strict:
         strict.check_topk(topk_idxs, block_tables, context_lens, block_size)
-    bound(scope, Op.CONVERT_INDEX, None, None, None, device)(topk_idxs, block_tables, context_lens, block_size)
+    launch = bound(scope, Op.CONVERT_INDEX, None, None, None, device)
+    launch(topk_idxs, block_tables, context_lens, block_size)
+    remember(scope, key, launch)
     return topk_idxs
 
 
@@ -108,6 +119,13 @@ def kv_index_cat(
         from kvhal import library
 
         return library.kv_index_cat(left, right, total_k_swa_cached, total_k_swa_cur, out)
+    scope = current()
+    plain = type(total_k_swa_cached) is type(total_k_swa_cur) is int
+    key = call_key(Op.INDEX_CAT, (total_k_swa_cached, total_k_swa_cur), left, right, out) if plain else None
+    launch = repeated(scope, key)
+    if launch is not None:
+        launch(left, right, total_k_swa_cached + total_k_swa_cur, out)
+        return cast(torch.Tensor, out)
     check_tensor("left", left, INT32, rank=2)
     check_tensor("right", right, INT32, rank=2)
     cached, cur = check_int("total_k_swa_cached", total_k_swa_cached, 0), check_int("total_k_swa_cur", total_k_swa_cur, 0)
@@ -120,10 +138,11 @@ def kv_index_cat(
     check_same_device(left.device, "left", right=right, out=out)
     if out.numel() == 0:
         return out
-    scope = current()
     if scope.policy.strict:
         strict.check_index_cat(right, base)
-    bound(scope, Op.INDEX_CAT, None, None, None, left.device)(left, right, base, out)
+    launch = bound(scope, Op.INDEX_CAT, None, None, None, left.device)
+    launch(left, right, base, out)
+    remember(scope, key, launch)
     return out
 
 
@@ -147,6 +166,12 @@ def expand_swa_index(pivots: torch.Tensor, width: int, out: torch.Tensor | None 
         from kvhal import library
 
         return library.expand_swa_index(pivots, width, out)
+    scope = current()
+    key = call_key(Op.EXPAND_SWA_INDEX, (width,), pivots, out) if type(width) is int else None
+    launch = repeated(scope, key)
+    if launch is not None:
+        launch(pivots, out)
+        return cast(torch.Tensor, out)
     check_tensor("pivots", pivots, INT32, rank=2)
     check_rows("pivots", pivots, columns=4)
     check_contiguous("pivots", pivots)
@@ -155,10 +180,11 @@ def expand_swa_index(pivots: torch.Tensor, width: int, out: torch.Tensor | None 
     check_same_device(pivots.device, "pivots", out=out)
     if out.numel() == 0:
         return out
-    scope = current()
     if scope.policy.strict:
         strict.check_pivots(pivots, width)
-    bound(scope, Op.EXPAND_SWA_INDEX, None, None, None, pivots.device)(pivots, out)
+    launch = bound(scope, Op.EXPAND_SWA_INDEX, None, None, None, pivots.device)
+    launch(pivots, out)
+    remember(scope, key, launch)
     return out
 
 
@@ -185,6 +211,13 @@ def get_kv_swa_index_decode(
         from kvhal import library
 
         return library.get_kv_swa_index_decode(kv_swa_index_offset_len, window_size, swa_block_size, out)
+    scope = current()
+    plain = type(window_size) is type(swa_block_size) is int
+    key = call_key(Op.DECODE_SWA_INDEX, (window_size, swa_block_size), kv_swa_index_offset_len, out) if plain else None
+    launch = repeated(scope, key)
+    if launch is not None:
+        launch(kv_swa_index_offset_len, swa_block_size, out)
+        return cast(torch.Tensor, out)
     windows = check_tensor("kv_swa_index_offset_len", kv_swa_index_offset_len, INT32, rank=2)
     check_rows("kv_swa_index_offset_len", windows, columns=2)
     check_contiguous("kv_swa_index_offset_len", windows)
@@ -194,10 +227,11 @@ def get_kv_swa_index_decode(
     check_same_device(windows.device, "kv_swa_index_offset_len", out=out)
     if out.numel() == 0:
         return out
-    scope = current()
     if scope.policy.strict:
         strict.check_windows(windows, window_size, swa_block_size)
-    bound(scope, Op.DECODE_SWA_INDEX, None, None, None, windows.device)(windows, swa_block_size, out)
+    launch = bound(scope, Op.DECODE_SWA_INDEX, None, None, None, windows.device)
+    launch(windows, swa_block_size, out)
+    remember(scope, key, launch)
     return out
 
 
