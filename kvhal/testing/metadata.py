@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+LARGE_BLOCK = 16  #: an interpreter walks every token of a segment's block, so that larger blocks get fewer segments
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -80,7 +81,8 @@ def segments(
         num_blocks, block_size: of the cache.
         count: good segments.
         cover: no row of the output stays uncovered.
-        hostile: mix in `hostile_segments` and random wrong ones, as far as they overlap no other segment's rows.
+        hostile: mix in `hostile_segments` and random wrong ones (a third of them in large blocks), as far as they overlap no
+            other segment's rows.
 
     Returns:
         int32 ``[s, 4]`` and total_k.
@@ -98,13 +100,18 @@ def segments(
     total_k = cursor if cover else cursor + 6
     if hostile:
         used = {row for segment in plan for row in rows_of_segment(segment, block_size, total_k)}
-        for extra in hostile_segments(num_blocks, block_size, total_k) + _random_segments(rng, num_blocks, block_size, total_k):
+        extras = hostile_segments(num_blocks, block_size, total_k) + _random_segments(rng, num_blocks, block_size, total_k)
+        for extra in _some(rng, extras, len(extras) if block_size <= LARGE_BLOCK else len(extras) // 3):
             rows = rows_of_segment(extra, block_size, total_k)
             if len(rows) < 64 and not used.intersection(rows):
                 used.update(rows)
                 plan.append(extra)
     order = rng.permutation(len(plan))
     return np.array(plan, np.int32).reshape(-1, 4)[order], total_k
+
+
+def _some(rng: np.random.Generator, segments: list[tuple[int, int, int, int]], count: int) -> list[tuple[int, int, int, int]]:
+    return [segments[index] for index in sorted(rng.permutation(len(segments))[:count])]
 
 
 def _random_segments(
