@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("tilelang")
 
 import kvhal
+from kvhal import config
 from kvhal.backends.ascend_tilelang import compiling, simulator
 from kvhal.formats import V41_FORMAT
 from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, Op, RopeArgs
@@ -59,8 +60,10 @@ def plant(monkeypatch):
             return simulator.build(prim_func, pass_configs=compiling.PASS_CONFIGS, mutate=change)
 
         monkeypatch.setattr(compiling, "_simulated", build)
+        config.forget()  # launchers that are bound already keep their kernels
 
-    return start
+    yield start
+    config.forget()
 
 
 def complaint(case) -> str | None:

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("tilelang")
 
+from kvhal import config
 from kvhal.backends.ascend_tilelang import compiling, simulator
 from kvhal.formats import V41_FORMAT, V41_FP4_FORMAT
 from kvhal.interface import FORMAT_OPS, Op
@@ -23,6 +24,9 @@ def sanitized(monkeypatch):
         return simulator.build(prim_func, pass_configs=compiling.PASS_CONFIGS, sanitize=True)
 
     monkeypatch.setattr(compiling, "_simulated", build)
+    config.forget()  # launchers that are bound already keep their kernels
+    yield
+    config.forget()
 
 
 @pytest.mark.parametrize("op", [*FORMAT_OPS, *(op for op in Op if op not in FORMAT_OPS)])
