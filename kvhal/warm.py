@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 
 import torch
 
@@ -28,7 +32,7 @@ def warmup(
     block_size: int = 64,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Builds the kernels that later calls need, by making the calls themselves on a one-block scratch cache.
+    """Builds the kernels that later calls need, several at once, by making the calls themselves on a one-block scratch cache.
 
     A fused store is built without stages; stages, their options and cast_back make other kernels, so make one such call on
     a scratch cache before capturing a graph with it.
@@ -45,13 +49,11 @@ def warmup(
     """
     wanted = [Op(op) for op in (Op if ops is None else ops)]
     device = torch.device(device)
-    for layout in layouts:
-        for op in wanted:
-            if op in FORMAT_OPS:
-                _warm_format(op, layout, block_size, device)
-    for op in wanted:
-        if op not in FORMAT_OPS:
-            _warm_index(op, block_size, device)
+    calls = [partial(_warm_format, op, layout, block_size, device) for layout in layouts for op in wanted if op in FORMAT_OPS]
+    calls += [partial(_warm_index, op, block_size, device) for op in wanted if op not in FORMAT_OPS]
+    with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1) or 1) as pool:  # compilers run outside the interpreter lock
+        for built in [pool.submit(copy_context().run, call) for call in calls]:
+            built.result()
 
 
 def _warm_format(op: Op, layout: KVCacheFormat, block_size: int, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from kvhal.cli.console import (
     print_lines,
     print_table,
     progress,
+    report_error,
 )
 from kvhal.cli.parity import parse_formats, parse_ops
 from kvhal.config import check_name
@@ -59,7 +60,8 @@ def command(
     layouts = parse_formats(formats) if formats else list(BUILTIN_FORMATS.values())
     questions = list(_questions(names, parse_ops(ops), layouts, _counts(tokens), _patterns(pattern)))
     clock = Clock(where)
-    document = {**environment(clock), "cells": [asdict(one) for one in _run(clock, questions, block_size, bool(backends))]}
+    results, failures = _run(clock, questions, block_size, bool(backends))
+    document = {**environment(clock), "cells": [asdict(one) for one in results], "failures": failures}
     if plot is not None:
         from kvhal.bench.plot import draw  # matplotlib is an extra
 
@@ -68,6 +70,10 @@ def command(
         print_json(document)
     else:
         _show(document)
+    if failures:
+        for failure in failures:
+            report_error(failure)
+        raise typer.Exit(EXIT_NO)
 
 
 def _counts(text: str) -> list[int]:
@@ -99,9 +105,10 @@ def _questions(
                         yield name, op, layout, count, pattern
 
 
-def _run(clock: Clock, questions: list[Question], block_size: int, named: bool) -> list[Result]:
-    """Measures every cell; a backend that was not asked for by name and cannot serve is left out."""
+def _run(clock: Clock, questions: list[Question], block_size: int, named: bool) -> tuple[list[Result], list[str]]:
+    """Every cell's result, and what went wrong; a backend that was not asked for by name and cannot serve is left out."""
     results: list[Result] = []
+    failures: list[str] = []
     with progress() as bars:
         task = bars.add_task("bench", total=len(questions))
         for name, op, layout, tokens, pattern in questions:
@@ -109,16 +116,16 @@ def _run(clock: Clock, questions: list[Question], block_size: int, named: bool) 
             try:
                 results.append(measure(clock, name, op, layout, tokens, block_size, pattern))
             except WrongBytes as error:
-                raise CommandError(f"{op} of {layout or 'indices'}, {tokens} tokens: {error}", EXIT_NO) from error
+                failures.append(f"{op} of {layout or 'indices'}, {tokens} tokens, {pattern}: {error}")
             except UnsupportedError:
                 if named:
                     raise
             bars.advance(task)
             if clock.device.type == "cuda":
                 torch.accelerator.memory.empty_cache()
-    if not results:
+    if not results and not failures:
         raise CommandError("no backend can serve any of this; `kvhal doctor` says why", EXIT_NO)
-    return results
+    return results, failures
 
 
 def _show(document: dict[str, Any]) -> None:
