@@ -52,7 +52,7 @@ def store_kv_cache(
         kv: bf16 ``[n, ...]``; the trailing dimensions flatten to one record; any row stride.
         kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]`` from `alloc_kv_cache`.
         slot_mapping: int32 or int64 ``[n]``, ``block * block_size + offset``. A slot < 0 (padding is -1) or beyond the cache is
-            skipped. Duplicates: one of the writers wins.
+            skipped. Duplicates: one of the writers wins; on a GPU, byte by byte (strict mode refuses them).
         layout: the cache's format; None infers a built-in one.
 
     Raises:
