@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvhal.demo_rows import REFERENCE
@@ -27,13 +28,13 @@ def run_parity(where: list[Target]) -> Iterator[parity.Result]:
 
 def parity_lines(results: list[parity.Result]) -> list[str]:
     """What ran, whether all targets of a case left the same bytes, and every difference."""
-    where = list(dict.fromkeys(result.target.id for result in results))
-    if len(where) < 2:
+    count = Counter(result.target.id for result in results)
+    if len(count) < 2:
         return [f"Parity: no other backend than {REFERENCE} can run here; `kvhal doctor` says why"]
     wrong = [result for result in results if result.problem]
-    cases = len({result.case.id for result in results})
     bytes_are = "DIFFERENT bytes" if wrong else "the same bytes"
+    ran = ", ".join(f"{target} ({number} operations)" for target, number in count.items())
     return [
-        f"Parity: a case of each of {cases} operations, {bytes_are} from {', '.join(where)}",
+        f"Parity: {bytes_are} from {ran}",
         *(f"  {result.case.id} on {result.target.id}: {result.problem}" for result in wrong),
     ]
