@@ -207,7 +207,7 @@ def test_a_mixed_record_of_duplicate_writers_is_found(faulty: Callable[[Fault], 
     faulty(lambda kv, cache, slots: flip(cache, 528 + 5))
     problems = run_case("faulty", one(Op.STORE, kvhal.V41_FORMAT, "duplicates")).problems
     assert [str(problem) for problem in problems] == [
-        "slot 1: the record is no whole record of its writers, tokens [0, 3, 6, 10]"
+        "slot 1: the record is not one of its writers', [0, 3, 6, 10]"
     ]
 
 
