@@ -22,7 +22,7 @@ from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROP
 from kvhal.backends.cuda_tilelang.store import record_writer
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
-from kvhal.layout import cache_geometry
+from kvhal.layout import CacheGeometry, cache_geometry
 
 #: (warps of a thread block, thread blocks at most, tokens whose rows are on their way): a warp takes a token after another;
 #: as many thread blocks as an H100 or H200 holds at a time
@@ -30,6 +30,8 @@ SHAPE = (4, 792, 1)
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TYPE_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
+INPUT_WORDS = {"bfloat16": OCTET_WORDS, "float32": OCTET}  #: 32-bit registers of an octet as it comes
+WIDEN = {dtype: f"kv::widen_{name}" for dtype, name in TYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Rope:
     dim: int
     neox: bool
     position_dtype: str
+
+    def turns(self, lanes: int) -> int:
+        """Cosines and sines that a lane keeps: of every pair that it rotates."""
+        return 2 * -(-self.dim // (2 * lanes))
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,8 @@ def bind_fused_store(request: Request) -> Launcher:
         run, absent = built[stages]
         weight, eps = (absent, 0.0) if norm is None else (norm.weight, float(norm.eps))
         positions, cos_sin = (absent, absent) if rope is None else (rope.positions, rope.cos_sin_cache)
-        run(
-            kv,
-            weight,
-            eps,
-            positions,
-            cos_sin,
-            absent if cache is None else cache,
-            absent if slots is None else slots,
-            absent if back is None else back,
-        )
+        into = [absent if tensor is None else tensor for tensor in (cache, slots, back)]
+        run(kv, weight, eps, positions, cos_sin, *into)
 
     return launch
 
@@ -107,7 +105,7 @@ def _rope(rope: RopeArgs, elements: int) -> Rope:
 
 
 def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> str:
-    """The device functions of the stages that are switched on; they go between the codec's and the kernel."""
+    """The device functions of the stages that are switched on; they follow the codec's."""
     scale = struct.unpack("f", struct.pack("f", layout.elements**-0.5))[0]
     constants = {"ELEMENTS": layout.elements, "TOKENS_A_BLOCK": tokens_a_block}
     functions = [CONVERT]
@@ -125,66 +123,46 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
 
 
 def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int, int] = SHAPE) -> Any:
-    """Each warp carries a token after another through the stages; weights stay in its registers.
-
-    Args:
-        layout, block_size: what is static of the cache.
-        stages: what else is static.
-        shape: see SHAPE.
-    """
-    geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
-    warps, blocks_at_most, depth = shape
-    rounds, lanes, side = octets.rounds, octets.lanes, octets.tokens_a_warp
-    quantized = layout.quantized_dtype is not None
-    prelude = source(geometry, stages.alignment) + fused_source(layout, stages, side * warps)
+    """Each warp carries a token after another through the stages; weights stay in its registers. See Stages and SHAPE."""
+    geometry, octets, (warps, blocks_at_most, depth) = cache_geometry(layout, block_size), Octets.of(layout), shape
+    rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
+    prelude = source(geometry, stages.alignment) + fused_source(layout, stages, tokens)
     n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
     kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
     max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
-    input_type, weight_type = TYPE_NAMES[stages.input_dtype], TYPE_NAMES.get(str(stages.weight_dtype))
-    input_words = OCTET if stages.input_dtype == "float32" else OCTET_WORDS
-    step = side * warps * blocks_at_most
-    turn_count = 2 * -(-stages.rope.dim // (2 * lanes)) if stages.rope else 1
-    fetch, put_back = token_reader(layout, stages), back_writer(layout)
-    rope, with_back = stages.rope, stages.back
-    with_norm, with_rope, with_slots = stages.weight_dtype is not None, rope is not None, stages.slot_dtype is not None
-    put_record = record_writer(geometry)
-
-    def absent_unless(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: str | None) -> Any:
-        return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
+    words, turn_count = INPUT_WORDS[stages.input_dtype], stages.rope.turns(lanes) if stages.rope else 1
+    step, rope, with_rope, with_slots = (
+        tokens * blocks_at_most,
+        stages.rope,
+        stages.rope is not None,
+        stages.slot_dtype is not None,
+    )
+    fetch, get_weights = token_reader(layout, stages), weight_reader(layout, stages)
+    transform, finish = value_stages(stages), value_writer(geometry, stages)
 
     @T.prim_func
     def fused(
         kv: T.StridedTensor((n, layout.elements), (kv_stride, 1), stages.input_dtype),
-        weight: absent_unless(with_norm, (layout.elements,), (1,), stages.weight_dtype),
+        weight: _absent_unless(stages.weight_dtype, (layout.elements,), (1,), stages.weight_dtype),
         eps: T.float32,
-        positions: absent_unless(with_rope, (n,), (1,), rope.position_dtype if rope else None),
-        cos_sin: absent_unless(with_rope, (max_position, rope.dim if rope else 1), (position_stride, 1), "float32"),
+        positions: _absent_unless(rope, (n,), (1,), rope.position_dtype if rope else None),
+        cos_sin: _absent_unless(rope, (max_position, rope.dim if rope else 1), (position_stride, 1), "float32"),
         cache: cache_argument(geometry, blocks, block_stride) if with_slots else T.Tensor((1,), "float32"),
-        slots: absent_unless(with_slots, (n,), (1,), stages.slot_dtype),
-        back: absent_unless(with_back, (n, layout.elements), (back_stride, 1), "bfloat16"),
+        slots: _absent_unless(with_slots, (n,), (1,), stages.slot_dtype),
+        back: _absent_unless(stages.back, (n, layout.elements), (back_stride, 1), "bfloat16"),
     ):
-        with T.Kernel(T.min(T.ceildiv(n, side * warps), blocks_at_most), threads=WARP * warps, prelude=prelude) as program:
-            raw = T.alloc_local((depth * rounds * input_words,), "uint32")  # of the next tokens
+        with T.Kernel(T.min(T.ceildiv(n, tokens), blocks_at_most), threads=WARP * warps, prelude=prelude) as program:
+            raw = T.alloc_local((depth * rounds * words,), "uint32")  # of the next tokens
             values = T.alloc_local((rounds * OCTET,), "float32")
             factors = T.alloc_local((rounds * OCTET,), "float32")
-            words = T.alloc_local((rounds * OCTET_WORDS,), "uint32")
-            data = T.alloc_local((rounds * octets.data_words,), "uint32")
-            sf = T.alloc_local((rounds,), "uint32")
             slot = T.alloc_local((depth,), "int64")  # of the next tokens
-            place = T.alloc_local((1,), "int64")  # position of the one after that
+            place = T.alloc_local((1,), "int64")  # position of the one after the next token
             turns = T.alloc_local((turn_count,), "float32")  # cosines and sines of the next token
             thread = T.get_thread_binding()
             lane = thread % lanes
-            first = program * (warps * side) + thread // lanes
+            first = program * tokens + thread // lanes
             T.pdl_sync()
-            if with_norm:
-                for h in T.unroll(rounds):
-                    if octets.padded:
-                        for v in T.unroll(OCTET):
-                            factors[h * OCTET + v] = T.float32(0)
-                    if h * lanes + lane < octets.count:
-                        at = (h * lanes + lane) * OCTET
-                        call(f"kv::get_{weight_type}", T.address_of(factors[h * OCTET]), T.address_of(weight[at]))
+            get_weights(weight, lane, factors)
             for j in T.unroll(depth):
                 fetch(kv, slots, n, first + j * step, lane, raw, slot, j)
             if with_rope:
@@ -192,28 +170,77 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
                 fetch_turns(cos_sin, max_position, positions, n, first + step, lane, turns, place)
             for i in T.serial(T.ceildiv(n, depth * step)):
                 for j in T.unroll(depth):
-                    if program * (warps * side) + (i * depth + j) * step < n:  # some token of the thread block
+                    if program * tokens + (i * depth + j) * step < n:  # some token of the thread block
                         token = first + (i * depth + j) * step
                         where = T.alloc_var("int64", init=slot[j])
-                        word = j * (rounds * input_words)
-                        call(f"kv::widen_{input_type}", T.address_of(values[0]), T.address_of(raw[word]))
+                        call(WIDEN[stages.input_dtype], T.address_of(values[0]), T.address_of(raw[j * (rounds * words)]))
                         fetch(kv, slots, n, token + depth * step, lane, raw, slot, j)
-                        if with_norm:
-                            call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
+                        transform(values, factors, eps, turns, lane)
                         if with_rope:
-                            call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
                             fetch_turns(cos_sin, max_position, positions, n, token + 2 * step, lane, turns, place)
-                        if stages.hadamard:
-                            call("kv::hadamard", T.address_of(values[0]), lane)
-                        call("kv::narrow", T.address_of(words[0]), T.address_of(values[0]))
-                        if with_slots:
-                            put_record(cache, where, blocks * block_size, lane, words, 0, data, sf)
-                        elif quantized:
-                            call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(words[0]))
-                        if with_back:
-                            put_back(back, n, token, lane, words, data, sf)
+                        finish(values, lane, cache, where, blocks * block_size, back, n, token)
 
     return fused
+
+
+def _absent_unless(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: str | None) -> Any:
+    """A tensor parameter; one float stands for an argument that is left out."""
+    return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
+
+
+def weight_reader(layout: KVCacheFormat, stages: Stages) -> Any:
+    """A macro that reads a lane's weights, where there are any."""
+    octets, get = Octets.of(layout), f"kv::get_{TYPE_NAMES.get(str(stages.weight_dtype))}"
+
+    @T.macro
+    def get_weights(weight, lane, factors):
+        if stages.weight_dtype is not None:
+            for h in T.unroll(octets.rounds):
+                octet = h * octets.lanes + lane
+                if octets.padded:
+                    for v in T.unroll(OCTET):
+                        factors[h * OCTET + v] = T.float32(0)
+                if octet < octets.count:
+                    call(get, T.address_of(factors[h * OCTET]), T.address_of(weight[octet * OCTET]))
+
+    return get_weights
+
+
+def value_stages(stages: Stages) -> Any:
+    """A macro: norm and rotary embedding of one token's values."""
+    with_norm, with_rope = stages.weight_dtype is not None, stages.rope is not None
+
+    @T.macro
+    def transform(values, factors, eps, turns, lane):
+        if with_norm:
+            call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
+        if with_rope:
+            call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
+
+    return transform
+
+
+def value_writer(geometry: CacheGeometry, stages: Stages) -> Any:
+    """A macro that carries one token's values on: Hadamard, rounding, cast, to the cache and to the row that goes back."""
+    octets, quantized = Octets.of(geometry.layout), geometry.layout.quantized_dtype is not None
+    put_record, put_back, with_slots = record_writer(geometry), back_writer(geometry.layout), stages.slot_dtype is not None
+
+    @T.macro
+    def finish(values, lane, cache, slot, capacity, back, n, token):
+        words = T.alloc_local((octets.rounds * OCTET_WORDS,), "uint32")
+        data = T.alloc_local((octets.rounds * octets.data_words,), "uint32")
+        sf = T.alloc_local((octets.rounds,), "uint32")
+        if stages.hadamard:
+            call("kv::hadamard", T.address_of(values[0]), lane)
+        call("kv::narrow", T.address_of(words[0]), T.address_of(values[0]))
+        if with_slots:
+            put_record(cache, slot, capacity, lane, words, 0, data, sf)
+        elif quantized:
+            call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(words[0]))
+        if stages.back:
+            put_back(back, n, token, lane, words, data, sf)
+
+    return finish
 
 
 @T.macro
@@ -226,10 +253,9 @@ def fetch_turns(cos_sin, max_position, positions, n, token, lane, turns, place):
 
 
 def token_reader(layout: KVCacheFormat, stages: Stages) -> Any:
-    """A macro that starts the loads of one token's octets and slot into place `at`; past the last token, of that one's, for
-    no slot."""
+    """A macro that starts the loads of a token's octets and slot into place `at`; past the last token: that one's, no slot."""
     octets, with_slots = Octets.of(layout), stages.slot_dtype is not None
-    words = OCTET if stages.input_dtype == "float32" else OCTET_WORDS
+    words = INPUT_WORDS[stages.input_dtype]
     get = f"kv::fetch_{TYPE_NAMES[stages.input_dtype]}"
 
     @T.macro
@@ -245,6 +271,8 @@ def token_reader(layout: KVCacheFormat, stages: Stages) -> Any:
                 call(get, T.address_of(raw[word]), T.address_of(kv[row, octet * OCTET]))
         if with_slots:
             slot[at] = T.if_then_else(token < n, T.cast(slots[row], "int64"), T.int64(-1))
+        else:
+            slot[at] = T.int64(-1)
 
     return fetch
 

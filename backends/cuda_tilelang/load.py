@@ -24,6 +24,7 @@ from kvhal.layout import CacheGeometry, cache_geometry, sf_output
 #: data format -> (rounds of tokens that a warp reads before it writes the first, warps of a thread block); measured on an H200
 SHAPES: dict[str | None, tuple[int, int]] = {"e4m3": (2, 2), "e2m1": (2, 4), None: (1, 4)}
 SLOTS_SHAPE = (1, 4)  #: the same for loads by slot
+SF_TYPES = {torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8", torch.float8_e4m3fn: "float8_e4m3fn"}
 RAW_SHAPE = (64, 128)  #: rows of an index layout that a thread block copies, and its threads
 
 
@@ -221,24 +222,11 @@ def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tu
     geometry, (tile, threads) = cache_geometry(layout, block_size), shape
     chunk = math.gcd(ROW_ALIGNMENT, layout.data_bytes, geometry.token_alignment)
     get, put = f"kv::get<{chunk}, {chunk}>", f"kv::put<{chunk}, {min(chunk, alignment)}>"
-    sf_dtype, sf_trailing = sf_output(layout)
-    sf_put = f"kv::put<{layout.sf_bytes}, {math.gcd(ROW_ALIGNMENT, layout.sf_bytes, sf_dtype.itemsize)}>"
-    sf_get = (
-        f"kv::get<{layout.sf_bytes}, {math.gcd(ROW_ALIGNMENT, layout.sf_bytes, geometry.sf_offset, geometry.sf_token_stride)}>"
-    )
-    chunks, squeezed = layout.data_bytes // chunk, not sf_trailing
-    tiles, steps, words, sf_words = (
-        -(-block_size // tile),
-        -(-tile * chunks // threads),
-        -(-chunk // 4),
-        -(-layout.sf_bytes // 4),
-    )
+    chunks, words, sf_dtype, sf_trailing = layout.data_bytes // chunk, -(-chunk // 4), *sf_output(layout)
+    tiles, steps, copy_scales = -(-block_size // tile), -(-tile * chunks // threads), scale_copier(geometry)
     blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
     segment_count, rows, out_stride = T.dynamic("segment_count"), T.dynamic("rows", "int64"), T.dynamic("out_stride", "int64")
     sf_rows, sf_stride = T.dynamic("sf_rows", "int64"), T.dynamic("sf_stride", "int64")
-    item = {torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8", torch.float8_e4m3fn: "float8_e4m3fn"}[
-        sf_dtype
-    ]
     data_type = "float8_e4m3fn" if layout.quantized_dtype == "e4m3" else "int8"
 
     @T.prim_func
@@ -247,11 +235,10 @@ def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tu
         segments: T.Tensor((segment_count, 4), "int32"),
         total_k: T.int64,
         out: T.StridedTensor((rows, layout.data_bytes), (out_stride, 1), data_type),
-        out_sf: T.StridedTensor((sf_rows, *sf_trailing), (sf_stride, 1)[: 1 + len(sf_trailing)], item),
+        out_sf: T.StridedTensor((sf_rows, *sf_trailing), (sf_stride, 1)[: 1 + len(sf_trailing)], SF_TYPES[sf_dtype]),
     ):
         with T.Kernel(segment_count * tiles, threads=threads, prelude=source(geometry, alignment)) as program:
             data = T.alloc_local((steps * words,), "uint32")
-            sf = T.alloc_local((sf_words,), "uint32")
             thread = T.get_thread_binding()
             T.pdl_sync()
             block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
@@ -263,16 +250,8 @@ def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tu
                 if (first + piece // chunks < last) & (piece < tile * chunks) & valid:
                     byte = T.cast(first + piece // chunks, "int64") * geometry.data_token_stride + piece % chunks * chunk
                     call(get, T.address_of(data[i * words]), T.address_of(cache[block, 0, 0, byte]))
-            for w in T.unroll(sf_words):
-                sf[w] = T.uint32(0)
             if (thread < tile) & (first + thread < last):
-                if valid:
-                    byte = geometry.sf_offset + T.cast(first + thread, "int64") * geometry.sf_token_stride
-                    call(sf_get, T.address_of(sf[0]), T.address_of(cache[block, 0, 0, byte]))
-                if squeezed:
-                    call(sf_put, T.address_of(out_sf[shift + first + thread]), T.address_of(sf[0]))
-                else:
-                    call(sf_put, T.address_of(out_sf[shift + first + thread, 0]), T.address_of(sf[0]))
+                copy_scales(cache, block, valid, first + thread, out_sf, shift)
             for i in T.unroll(steps):
                 piece = i * threads + thread
                 row = first + piece // chunks
@@ -280,3 +259,26 @@ def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tu
                     call(put, T.address_of(out[shift + row, piece % chunks * chunk]), T.address_of(data[i * words]))
 
     return load_raw
+
+
+def scale_copier(geometry: CacheGeometry) -> Any:
+    """A macro that copies the scales of one row, zeros where its block does not exist."""
+    width, (dtype, trailing) = geometry.layout.sf_bytes, sf_output(geometry.layout)
+    squeezed = not trailing
+    get = f"kv::get<{width}, {math.gcd(ROW_ALIGNMENT, width, geometry.sf_offset, geometry.sf_token_stride)}>"
+    put = f"kv::put<{width}, {math.gcd(ROW_ALIGNMENT, width, dtype.itemsize)}>"
+
+    @T.macro
+    def copy_scales(cache, block, valid, row, out_sf, shift):
+        sf = T.alloc_local((-(-width // 4),), "uint32")
+        for w in T.unroll(-(-width // 4)):
+            sf[w] = T.uint32(0)
+        if valid:
+            byte = geometry.sf_offset + T.cast(row, "int64") * geometry.sf_token_stride
+            call(get, T.address_of(sf[0]), T.address_of(cache[block, 0, 0, byte]))
+        if squeezed:
+            call(put, T.address_of(out_sf[shift + row]), T.address_of(sf[0]))
+        else:
+            call(put, T.address_of(out_sf[shift + row, 0]), T.address_of(sf[0]))
+
+    return copy_scales

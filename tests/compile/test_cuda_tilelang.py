@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvhal.formats import BF16_FORMAT, BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
+from kvhal.formats import BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
 from kvhal.testing.formats import USER_FORMATS
 
 pytest.importorskip("tilelang")

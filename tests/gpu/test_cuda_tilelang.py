@@ -14,7 +14,8 @@ from kvhal.errors import CaptureError
 from kvhal.formats import BUILTIN_FORMATS, SUPPORTED_KV_CACHE_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
 from kvhal.interface import CastArgs, KVCacheOutArgs, NormArgs, Op, RopeArgs
 from kvhal.layout import alloc_kv_cache, split_kv_cache
-from kvhal.numerics import dequantize, quantize
+from kvhal.numerics import dequantize, quantize, round_bf16, widen
+from kvhal.stages import rms_norm, rope
 from kvhal.testing import cases, run_case
 from kvhal.testing.case import format_name
 
@@ -137,11 +138,11 @@ def test_dependent_launches_see_fresh_metadata() -> None:
 def _graph_calls(layout: KVCacheFormat, cache: torch.Tensor, state: dict[str, torch.Tensor]) -> list[Callable[[], object]]:
     cast, where = CastArgs.for_layout(layout), KVCacheOutArgs(cache, state["fused_slots"], layout)
     norm = NormArgs(state["weight"])
-    rope = RopeArgs(state["positions"], state["table"], 64)
+    turn = RopeArgs(state["positions"], state["table"], 64)
     return [
         lambda: kvhal.store_kv_cache(state["kv"], cache, state["slots"], layout=layout),
         lambda: kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
-            state["kv"], norm_args=norm, rope_args=rope, cast_args=cast, out_args=where
+            state["kv"], norm_args=norm, rope_args=turn, cast_args=cast, out_args=where
         ),
         lambda: kvhal.load_paged_kv_cache(cache, state["segments"], 128, state["out"], layout=layout),
         lambda: kvhal.convert_kv_index(state["topk"], state["tables"], state["lens"], 64),
@@ -195,6 +196,35 @@ def test_graph_replays_changed_metadata(layout: KVCacheFormat) -> None:
         for call in calls:
             call()
         assert all(same(a, b) for a, b in zip(replayed, (cache, state["out"], state["topk"]), strict=True))
+
+
+@pytest.mark.parametrize("layout", [V41_FORMAT, kvhal.MXFP8_INDEX_KV_FORMAT], ids=str)
+@pytest.mark.parametrize("n", [3168, 3169, 9510])
+def test_fused_store_of_more_tokens_than_warps(layout: KVCacheFormat, n: int) -> None:
+    """A warp takes several tokens one behind the other, whose rows, slots and positions are read ahead."""
+    generator = torch.Generator("cuda").manual_seed(n)
+    width = layout.elements
+    kv = torch.randn((n, width), device="cuda", generator=generator).to(torch.bfloat16)
+    weight = torch.rand(width, device="cuda", generator=generator) + 0.5
+    table = torch.rand((97, 64), device="cuda", generator=generator)
+    positions = torch.randint(-1, 99, (n,), device="cuda", generator=generator)
+    slots = torch.randperm(n, device="cuda", generator=generator)
+    slots[::17] = -1
+    cache = alloc_kv_cache(-(-n // 64), 64, layout, "cuda")
+    cache.zero_()
+    need = cache.clone()
+    back = kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
+        kv,
+        norm_args=NormArgs(weight),
+        rope_args=RopeArgs(positions, table, 64),
+        cast_args=CastArgs.for_layout(layout, cast_back=True),
+        out_args=KVCacheOutArgs(cache, slots, layout),
+    )
+    rows = round_bf16(rope(rms_norm(widen(kv), weight, 1e-6), positions, table, 64, False, None))
+    kvhal.store_kv_cache(rows, need, slots, layout=layout)
+    assert same(cache, need)
+    assert back is not None
+    assert same(back, dequantize(*quantize(rows, layout), layout))
 
 
 def test_nothing_is_built_during_capture() -> None:
