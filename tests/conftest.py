@@ -1,7 +1,7 @@
 """Options, the GPU rule, and two promises of a session: the conformance suite really ran, and missing GPU tests are said.
 
 --backend NAME   conformance tests of this backend only (may be repeated)
---cases full     all block sizes instead of two a format
+--cases full     all six block sizes instead of one or two a format
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from kvhal.interface import Op
 from kvhal.layout import DATA_DTYPES, sf_output
 from kvhal.ops import KVCacheTensors
 from kvhal.testing import metadata
-from kvhal.testing.case import Case, format_name
+from kvhal.testing.case import Case
+from kvhal.testing.formats import NAMES
 from kvhal.testing.maker import Maker
 from kvhal.testing.values import adversarial_rows
 
@@ -29,9 +30,9 @@ def block_sizes(layout: KVCacheFormat) -> tuple[int, int]:
 
     They rotate over the formats, so that the suite as a whole tries all six.
     """
-    turn = zlib.crc32(format_name(layout).encode()) % len(BLOCK_SIZES)
+    turn = list(NAMES).index(layout) if layout in NAMES else zlib.crc32(layout.describe().encode())
     other = turn + 3 if layout in FORMAT_NAMES else turn
-    return BLOCK_SIZES[turn], BLOCK_SIZES[other % len(BLOCK_SIZES)]
+    return BLOCK_SIZES[turn % len(BLOCK_SIZES)], BLOCK_SIZES[other % len(BLOCK_SIZES)]
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

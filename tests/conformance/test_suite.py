@@ -203,16 +203,27 @@ def test_a_wrong_result_is_found(faulty: Callable[[Fault], None]) -> None:
     assert "result 0: 1 of" in str(problems[0]) and "row 0 byte 3: has 0x" in str(problems[0])
 
 
-def test_a_mixed_record_of_duplicate_writers_is_found(faulty: Callable[[Fault], None]) -> None:
+def test_a_foreign_byte_in_a_record_of_duplicate_writers_is_found(faulty: Callable[[Fault], None]) -> None:
     faulty(lambda kv, cache, slots: flip(cache, 528 + 5))
     problems = run_case("faulty", one(Op.STORE, kvhal.V41_FORMAT, "duplicates")).problems
-    assert [str(problem) for problem in problems] == [
-        "slot 1: the record is not one of its writers', [0, 3, 6, 10]"
-    ]
+    assert [str(problem) for problem in problems] == ["slot 1: the record is not one of its writers', [0, 3, 6, 10]"]
+
+
+def test_a_record_of_several_writers_is_found(faulty: Callable[[Fault], None]) -> None:
+    launch = REFERENCE.bind(Request(Op.STORE, kvhal.V41_FORMAT, kvhal.detect(), 64))
+
+    def mix(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        scales = cache[0, 1, 0, 512:].clone()
+        launch(kv[:1], cache, slots[:1])
+        cache[0, 1, 0, 512:] = scales
+
+    faulty(mix)
+    problems = run_case("faulty", one(Op.STORE, kvhal.V41_FORMAT, "duplicates")).problems
+    assert [str(problem) for problem in problems] == ["slot 1: the record is not one of its writers', [0, 3, 6, 10]"]
 
 
 def test_another_winner_of_duplicates_is_accepted(faulty: Callable[[Fault], None]) -> None:
-    launch = REFERENCE.bind(Request(Op.STORE, kvhal.V41_FORMAT, kvhal.detect(), 3))
+    launch = REFERENCE.bind(Request(Op.STORE, kvhal.V41_FORMAT, kvhal.detect(), 64))
     faulty(lambda kv, cache, slots: launch(kv.flip(0), cache, slots.flip(0)))
     outcome = run_case("faulty", one(Op.STORE, kvhal.V41_FORMAT, "duplicates"))
     assert not outcome.problems
