@@ -74,7 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="JSON on stdout, and nothing else")
     parser.add_argument("--tokens", type=int, default=100_000, help="tokens stored and loaded")
+    parser.add_argument("--threads", type=int, default=1, help="threads that torch may use")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     timings = []
     for timing in itertools.chain(measure(arguments.tokens), _planning()):
         timings.append(timing._asdict())

@@ -1,6 +1,6 @@
 """Regenerates the README's generated sections from the package, the demo, and benchmarks/results/*.json.
 
-A result file is ``{"title": str, "machine": str, "columns": [str], "rows": [[cell]], "notes": [str]}``.
+Run it with the Python of .venv. Result files are those that `kvhal bench --json` and the GPU benchmarks write.
 """
 
 from __future__ import annotations
@@ -70,13 +70,28 @@ def demo() -> str:
 
 
 def measured() -> str:
-    """A table for each result file."""
+    """For each result file, the cells of its largest token count."""
     parts = []
     for path in sorted(RESULTS.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        parts += [f"**{result['title']}** ({result['machine']})", "", markdown_table(result["columns"], result["rows"])]
-        parts += [f"\n{note}" for note in result.get("notes", [])] + [""]
-    return "\n".join(parts).rstrip() or "Not measured yet: benchmarks/results holds no results."
+        document = json.loads(path.read_text(encoding="utf-8"))
+        largest = max(row["tokens"] for row in document["results"])
+        rows = [_cells(row, path.stem) for row in document["results"] if row["tokens"] == largest]
+        columns = ("backend", "operation", "format", "block", "order", "microseconds", "share of a copy")
+        title = f"{document['device']}, {largest:,} tokens, commit {document['commit']}"
+        parts += [f"{title} ([the whole run]({path.relative_to(ROOT)})):", "", markdown_table(columns, rows), ""]
+    if not parts:
+        return "Not measured yet: benchmarks/results holds no results."
+    return "\n".join(
+        [*parts, "A share of 1 is the bandwidth of a large copy on the same device, measured in the same run."]
+    )
+
+
+def _cells(row: dict[str, Any], stem: str) -> tuple[Any, ...]:
+    if "kernel" in row:  # a backend's own benchmark, whose file is called <device>_<backend>.json
+        facts = (stem.partition("_")[2], row["kernel"], row["format"], row["block_size"], row["order"])
+        return (*facts, f"{row['microseconds']:,.0f}", f"{row['share_of_copy']:.2f}")
+    facts = (row["backend"], row["op"], row["format"], row["block_size"], row["pattern"])
+    return (*facts, f"{row['median_us']:,.0f}", f"{row['ratio']:.2f}")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 from rich.progress import Progress, TaskID
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from kvhal.demo_engine import EngineResult
     from kvhal.testing.parity import Result
 
-MANY_TOKENS = 512  #: all rows of the data; twice as many bytes of text are prefilled, a sixteenth (four at least) is decoded
+# Twice as many bytes of text are prefilled, a sixteenth is decoded, four at least.
+MANY_TOKENS = 512  #: all rows of the data
 FEW_TOKENS = 16  #: on the CPU, every backend but the reference is interpreted or simulated: seconds a call
 
 
@@ -45,6 +47,7 @@ def command(
 ) -> None:
     """A real model's rows through every format, an engine on a real text, parity; exit code 1 when anything differs."""
     start = time.perf_counter()
+    torch.set_num_threads(1)  # the tensors are small: on a busy machine threads that wait for each other take minutes
     where = parse_device(device)
     if backend is not None:
         check_name("--backend", backend)
