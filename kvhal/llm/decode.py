@@ -65,12 +65,7 @@ class DecodeBatch:
         Raises:
             LLMError: the longest sequence has no room left.
         """
-        if self._longest >= len(self._columns):
-            raise LLMError(f"cache: a sequence has {self._longest} tokens, its block table has room for {len(self._columns)}")
-        width = MIN_WIDTH
-        while width <= self._longest:
-            width *= 2
-        width = min(width, len(self._columns))
+        width = self._width(self._longest)
         if self._graph:
             if width not in self._replays:
                 self._replays[width] = self._capture(width)
@@ -78,6 +73,26 @@ class DecodeBatch:
         else:
             self._compute(width)
         self._longest += 1
+
+    def prepare(self, steps: int) -> None:
+        """Captures the graphs of the next `steps` steps, so that none of them has to wait for one.
+
+        Raises:
+            LLMError: the longest sequence has no room for that many.
+        """
+        if self._graph:
+            for width in sorted({self._width(self._longest + step) for step in range(steps)} - self._replays.keys()):
+                self._replays[width] = self._capture(width)
+
+    def _width(self, longest: int) -> int:
+        """Positions that a step reads when the longest sequence has so many tokens before it."""
+        room = len(self._columns)
+        if longest >= room:
+            raise LLMError(f"cache: a sequence has {longest} tokens, its block table has room for {room}")
+        width = MIN_WIDTH
+        while width <= longest:
+            width *= 2
+        return min(width, room)
 
     def _compute(self, width: int) -> None:
         """One step over the first `width` positions of every sequence."""

@@ -69,6 +69,7 @@ class Generation:
         batch = self._prefill(prompts, tables)
         tokens = batch.tokens.tolist()  # waits for the device
         self.prefill_seconds += time.perf_counter() - began
+        batch.prepare(max_tokens - 1)
         self.prompt_tokens += sum(map(len, prompts))
         step: Step = list(tokens)
         for count in range(1, max_tokens + 1):

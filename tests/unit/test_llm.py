@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -233,37 +235,42 @@ def test_a_decoder_stops_where_its_table_ends(model: Model) -> None:
         decoder.step()
 
 
+def test_a_captured_step_is_the_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the device's graphs that runs on replay what it captured; tests/gpu has the real ones."""
+    plain = DecodeBatch._compute
+    capturing: list[Graph] = []
+    captured: list[int] = []
+
+    class Graph:
+        replay: Callable[[], None]
+
+    def compute(self: DecodeBatch, width: int) -> None:
+        if capturing:
+            captured.append(width)
+            capturing[-1].replay = lambda: plain(self, width)
+        else:
+            plain(self, width)
+
+    @contextmanager
+    def graph(one: Graph) -> Iterator[None]:
+        capturing.append(one)
+        yield
+        capturing.clear()
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    device = SimpleNamespace(
+        Stream=lambda: stream, current_stream=lambda: stream, stream=lambda one: nullcontext(), CUDAGraph=Graph, graph=graph
+    )
+    batch = prompts(MIN_WIDTH - 4, 9)
+    expected = generate(model, paged(blocks=40), batch, 10)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(DecodeBatch, "_compute", compute)
+    steps = list(Generation(model, paged(blocks=40), graph=True).run(batch, 10))
+    assert [list(answer) for answer in zip(*steps, strict=True)] == expected
+    assert captured == [MIN_WIDTH, MIN_WIDTH + 16]  # the second is as wide as the block table
+
+
 def test_a_graph_needs_a_device_that_has_them(model: Model) -> None:
     cache = paged()
     with pytest.raises(LLMError, match="graph: has device cpu"):
         DecodeBatch(model, cache, cache.reserve([4]), [3], torch.tensor([5]), graph=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("fp5", "has 'fp5', needs one of bf16, fp8, fp4, mxfp4"),
-        ("V41_FORMAT", "has 'V41_FORMAT', needs"),
-        ('{"quantized_dtype": "e4m3"}', "missing"),
-        ("{", "format has '{'"),
-        ("JSON 512", "has 512 elements, this model's K and V need 384"),
-        ("JSON raw", "is an index record"),
-    ],
-)
-def test_formats_that_do_not_fit(text: str, message: str) -> None:
-    shared = {"quantized_dtype": "e4m3", "elements_per_sf": 32, "bf16_elements": 0, "sf_format": "ue8m0", "note": ""}
-    layouts = {
-        "JSON 512": KVCacheFormat(quantized_elements=512, do_cast=True, token_interleaved=True, **shared),  # type: ignore[arg-type]
-        "JSON raw": KVCacheFormat(quantized_elements=384, do_cast=False, **shared),  # type: ignore[arg-type]
-    }
-    from kvhal.formats import format_to_text
-
-    with pytest.raises(LLMError, match=message):
-        parse_kv_format(format_to_text(layouts[text]) if text in layouts else text, 384)
-
-
-def test_a_format_as_json_is_welcome() -> None:
-    from kvhal.formats import format_to_text
-
-    layout = KVCacheFormat("e4m3", 384, 128, 0, True, "fp32", "one scale for 128", token_interleaved=True)
-    assert parse_kv_format(format_to_text(layout), 384) == layout
