@@ -74,6 +74,9 @@ def measured() -> str:
     parts = []
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
+        if not _is_table(document):
+            parts += [f"More: [{path.name}]({path.relative_to(ROOT)})", ""]
+            continue
         largest = max(row["tokens"] for row in document["results"])
         rows = [_cells(row, path.stem) for row in document["results"] if row["tokens"] == largest]
         columns = ("backend", "operation", "format", "block", "order", "microseconds", "share of a copy")
@@ -84,6 +87,11 @@ def measured() -> str:
     return "\n".join(
         [*parts, "A share of 1 is the bandwidth of a large copy on the same device, measured in the same run."]
     )
+
+
+def _is_table(document: Any) -> bool:
+    rows = document.get("results") if isinstance(document, dict) else None
+    return bool(rows) and all("tokens" in row and ("share_of_copy" in row or "ratio" in row) for row in rows)
 
 
 def _cells(row: dict[str, Any], stem: str) -> tuple[Any, ...]:
