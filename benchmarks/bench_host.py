@@ -73,16 +73,13 @@ def launcher(op: Op, layout: kvhal.KVCacheFormat | None, *arguments: object) -> 
     return lambda: bound(*arguments)
 
 
-def calls() -> list[Call]:
-    """One of each operation, outputs given, as an engine calls them."""
+def record_calls() -> list[Call]:
+    """One of each operation on records, outputs given, as an engine calls them."""
     text, ops = kvhal.formats.format_to_text(LAYOUT), torch.ops.kvhal
     cache = kvhal.alloc_kv_cache(BLOCKS, BLOCK_SIZE, LAYOUT, "cpu").zero_()
     kv = torch.zeros((TOKENS, LAYOUT.elements), dtype=torch.bfloat16)
     slots, out = torch.arange(TOKENS), torch.zeros_like(kv)
     segments = torch.tensor([[0, 0, TOKENS, 0]], dtype=torch.int32)
-    topk, table = torch.zeros((2, 1, 8), dtype=torch.int32), torch.zeros((2, BLOCKS), dtype=torch.int32)
-    lens, four, two = (torch.zeros((2, n), dtype=torch.int32) for n in (1, 4, 2))
-    wide, wider = torch.zeros((2, 8), dtype=torch.int32), torch.zeros((2, 12), dtype=torch.int32)
     norm, rope = kvhal.NormArgs(torch.ones(512)), kvhal.RopeArgs(slots, torch.ones(TOKENS, 64), 64, offset=448)
     cast, to = kvhal.CastArgs.for_layout(LAYOUT), kvhal.KVCacheOutArgs(cache, slots, LAYOUT)
     fused = (kv, norm.weight, norm.eps, slots, rope.cos_sin_cache, [64, 0, 448], False, "e4m3", 32, True, "ue8m0")
@@ -105,6 +102,24 @@ def calls() -> list[Call]:
             lambda: ops.load_kv_slots(cache, slots, out, text),
             launcher(Op.LOAD_SLOTS, LAYOUT, cache, slots, out),
         ),
+        Call(
+            "fused_..._store_kvcache",
+            lambda: kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
+                kv, norm_args=norm, rope_args=rope, cast_args=cast, out_args=to
+            ),
+            lambda: ops.fused_norm_rope_hadamard_cast_store_kvcache(*fused, cache, slots, text, None),
+            launcher(Op.FUSED_STORE, LAYOUT, kv, norm, rope, None, cache, slots, None),
+        ),
+    ]
+
+
+def index_calls() -> list[Call]:
+    """One of each operation on indices, outputs given."""
+    ops = torch.ops.kvhal
+    topk, table = torch.zeros((2, 1, 8), dtype=torch.int32), torch.zeros((2, BLOCKS), dtype=torch.int32)
+    lens, four, two = (torch.zeros((2, n), dtype=torch.int32) for n in (1, 4, 2))
+    wide, wider = torch.zeros((2, 8), dtype=torch.int32), torch.zeros((2, 12), dtype=torch.int32)
+    return [
         Call(
             "convert_kv_index",
             lambda: kvhal.convert_kv_index(topk, table, lens, BLOCK_SIZE),
@@ -129,14 +144,6 @@ def calls() -> list[Call]:
             lambda: ops.get_kv_swa_index_decode(two, 16, wide),
             launcher(Op.DECODE_SWA_INDEX, None, two, 16, wide),
         ),
-        Call(
-            "fused_..._store_kvcache",
-            lambda: kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
-                kv, norm_args=norm, rope_args=rope, cast_args=cast, out_args=to
-            ),
-            lambda: ops.fused_norm_rope_hadamard_cast_store_kvcache(*fused, cache, slots, text, None),
-            launcher(Op.FUSED_STORE, LAYOUT, kv, norm, rope, None, cache, slots, None),
-        ),
     ]
 
 
@@ -151,7 +158,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     """Microseconds of every operation: the public function, kvhal's own share of it, the same through torch.ops."""
     found = []
     with register(), kvhal.use_backend("null"):
-        for call in calls():
+        for call in (*record_calls(), *index_calls()):
             public, library, launch = (microseconds(part, rounds) for part in call[1:])
             found.append({"op": call.name, "public": public, "own": public - launch, "torch.ops": library})
         geometry = kvhal.alloc_kv_cache(BLOCKS, BLOCK_SIZE, LAYOUT, "cpu")

@@ -127,9 +127,8 @@ def load_paged_kv_cache(
         from kvhal import library
 
         return library.load_paged_kv_cache(kv_cache, load_segments, total_k, out, layout, sf_format)
-    scope = current()
-    scalars = (layout, sf_format, total_k)
-    key = call_key(Op.LOAD, scalars, kv_cache, load_segments, out) if type(total_k) is int else None
+    scope, plain = current(), type(total_k) is int
+    key = call_key(Op.LOAD, (layout, sf_format, total_k), kv_cache, load_segments, out) if plain else None
     launch = repeated(scope, key, kv_cache)
     if launch is not None:
         launch(kv_cache, load_segments, total_k, out, None)
@@ -137,8 +136,7 @@ def load_paged_kv_cache(
     check_tensor("kv_cache", kv_cache, (torch.uint8, torch.bfloat16))
     geometry = geometry_of(kv_cache, layout, sf_format)
     device = kv_cache.device
-    check_tensor("load_segments", load_segments, (torch.int32,), rank=2)
-    check_rows("load_segments", load_segments, columns=4)
+    check_rows("load_segments", check_tensor("load_segments", load_segments, (torch.int32,), rank=2), columns=4)
     check_contiguous("load_segments", load_segments)
     total_k = check_int("total_k", total_k, 0)
     result = new_load_output(geometry.layout, total_k, device) if out is None else _as_pair(out, geometry.layout)
