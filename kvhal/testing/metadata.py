@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
-LARGE_BLOCK = 16  #: an interpreter walks every token of a segment's block, so that larger blocks get fewer segments
+LARGE_BLOCK = 3  #: larger blocks get fewer hostile segments: an interpreter walks each token of a block
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
