@@ -75,7 +75,8 @@ class Clock:
         self.device = device
         size = 1 << (24 if device.type == "cpu" else 30)
         source, target = (torch.randint(0, 255, (size,), dtype=torch.uint8, device=device) for _ in range(2))
-        self.copy_gbs = 2 * size / self.median_us([lambda: target.copy_(source)]) / 1e3
+        # launched one by one: inside a captured graph a copy becomes another, slower operation of the driver
+        self.copy_gbs = 2 * size / self._time(lambda: target.copy_(source), replay=False) / 1e3
         one = torch.zeros(1, device=device)
         self.empty_us = self.median_us([lambda: one.add_(1)] * MAX_ROTATION)
 
@@ -86,10 +87,15 @@ class Clock:
             for call in calls:
                 call()
 
-        run()
-        return (self._wall(run) if self.device.type == "cpu" else self._events(run)) / len(calls)
+        return self._time(run, replay=True) / len(calls)
 
-    def _wall(self, run: Callable[[], None]) -> float:
+    def _time(self, run: Callable[[], Any], *, replay: bool) -> float:
+        run()
+        if self.device.type == "cpu":
+            return self._wall(run)
+        return self._events(capture(run, self.device) if replay else run)
+
+    def _wall(self, run: Callable[[], Any]) -> float:
         times: list[float] = []
         deadline = time.perf_counter() + CPU_SECONDS
         while not times or (time.perf_counter() < deadline and len(times) < REPEATS):
@@ -98,14 +104,13 @@ class Clock:
             times.append(time.perf_counter() - begin)
         return statistics.median(times) * 1e6
 
-    def _events(self, run: Callable[[], None]) -> float:
-        replay = capture(run, self.device)
+    def _events(self, run: Callable[[], Any]) -> float:
         for _ in range(3):
-            replay()
+            run()
         marks = [torch.Event(self.device, enable_timing=True) for _ in range(REPEATS + 1)]
         for mark in marks[:-1]:
             mark.record()
-            replay()
+            run()
         marks[-1].record()
         torch.accelerator.synchronize(self.device)
         return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) * 1e3
