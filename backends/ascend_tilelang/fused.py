@@ -15,7 +15,7 @@ from kvhal.backends.ascend_tilelang.load import decode_codes
 from kvhal.backends.ascend_tilelang.record import Record, fused_record_of, record_views, slot_words
 from kvhal.backends.ascend_tilelang.stages import LANES, hadamard, padded, read_row, rms_norm, rope
 from kvhal.backends.ascend_tilelang.store import quantise_group
-from kvhal.backends.ascend_tilelang.transfer import write_codes, write_elements, write_scale
+from kvhal.backends.ascend_tilelang.transfer import assume_pairs, write_codes, write_elements, write_scale
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
 
@@ -86,10 +86,10 @@ def fused_kernel(record: Record) -> Any:
         cores: T.int32,
     ):
         with T.Kernel(cores) as core, T.SimtVF(threads=LANES * together):
+            assume_pairs(kv_step, data_step, record, False)
             x = T.alloc_shared((together, elements), "float32")
             sums = T.alloc_shared((together, LANES), "float32")
-            lane = pinned(T.get_thread_binding() % LANES)
-            place = pinned(T.get_thread_binding() // LANES)
+            place, lane = divided(T.get_thread_binding(), LANES, "int32")
             for trip in T.serial(T.truncdiv(T.max(n - core * together, 0) + cores * together - 1, cores * together)):
                 row = pinned(wide(trip) * cores * together + core * together + place, "int64")
                 active = pinned(choose(row < wide(n), 1, 0))
@@ -114,8 +114,7 @@ def fused_kernel(record: Record) -> Any:
                         if slot >= wide(blocks) * tokens:
                             slot = T.int64(-1)
                     write_record(x, place, lane, record, data, sf, slot, tokens, back, row, choose(backs > 0, 1, 0))
-                # The next trip overwrites the rows.
-                T.sync_threads()
+                T.sync_threads()  # the next trip overwrites the rows
 
     return fused_store
 

@@ -162,7 +162,7 @@ def unit_rows(*rows: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
     """
     sizes = [t.data_ptr() for t in rows]
     for t in rows:
-        sizes += [n * t.element_size() for n in (t.storage_offset(), t.shape[-1], *t.stride()[:-1])]
+        sizes += [int(n) * t.element_size() for n in (t.storage_offset(), t.shape[-1], *t.stride()[:-1])]
     unit = "int32" if math.gcd(*sizes) % WORD == 0 else "uint8"
     return unit, [t.view(torch.int32 if unit == "int32" else torch.uint8) for t in rows]
 

@@ -89,7 +89,7 @@ def device_capsule(tensor: torch.Tensor) -> object:
     torch normalises the strides of dimensions of size one; the true ones are put back, because kernels for strided
     records declare them.
     """
-    capsule: object = torch.to_dlpack(tensor)
+    capsule: object = torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
     view = _DLTensor.from_address(_pointer_of(capsule, b"dltensor"))
     view.device_type = _DEVICE_TYPE
     for i, step in enumerate(tensor.stride()):
