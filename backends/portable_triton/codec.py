@@ -92,6 +92,15 @@ def round_bf16(value, native: tl.constexpr):
 
 
 @triton.jit
+def encode_e4m3_size(size):
+    """e4m3 codes (int32) of fp32 in [0, 448]: nearest even."""
+    bits = size.to(tl.int32, bitcast=True)
+    normal = (bits + E4M3_HALF + ((bits >> E4M3_SHIFT) & 1)) >> E4M3_SHIFT
+    subnormal = (size + E4M3_ANCHOR).to(tl.int32, bitcast=True) - E4M3_ANCHOR_BITS
+    return tl.where(size < E4M3_MIN_NORMAL, subnormal, normal)
+
+
+@triton.jit
 def encode_e4m3(value, native: tl.constexpr):
     """e4m3 codes (uint8) of fp32: nearest even, saturating, sign of zero kept, NaN 0x7F."""
     if native:
@@ -99,10 +108,7 @@ def encode_e4m3(value, native: tl.constexpr):
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & FP32_MAGNITUDE
     size = tl.minimum(magnitude.to(tl.float32, bitcast=True), E4M3_MAX)
-    clamped = size.to(tl.int32, bitcast=True)
-    normal = (clamped + E4M3_HALF + ((clamped >> E4M3_SHIFT) & 1)) >> E4M3_SHIFT
-    subnormal = (size + E4M3_ANCHOR).to(tl.int32, bitcast=True) - E4M3_ANCHOR_BITS
-    code = tl.where(size < E4M3_MIN_NORMAL, subnormal, normal) | ((bits >> 24) & 0x80)
+    code = encode_e4m3_size(size) | ((bits >> 24) & 0x80)
     return tl.where(magnitude > FP32_INF, E4M3_NAN, code).to(tl.uint8)
 
 
@@ -263,9 +269,9 @@ def scale_e2m1(largest, rec: tl.constexpr):
         multiplier = power_of_two_bits(scale)
     else:
         amax = tl.maximum(largest.to(tl.float32, bitcast=True), E4M3_SF_AMAX_FLOOR)
-        code = encode_e4m3(tl.minimum(amax * E4M3_SF_RECIPROCAL, E4M3_MAX), rec.native)
-        multiplier = reciprocal(decode_e4m3(code, rec.native), rec.native)
-        scale = code.to(tl.int32)
+        # never by the hardware's casts: ptxas 12.8 loses a register between an encoding and a decoding one
+        scale = encode_e4m3_size(tl.minimum(amax * E4M3_SF_RECIPROCAL, E4M3_MAX))
+        multiplier = reciprocal((scale << E4M3_SHIFT).to(tl.float32, bitcast=True) * E4M3_UNBIAS, rec.native)
         multiplier = tl.where(((scale & 7) == 7) & (scale > 7), multiplier * E2M1_LIFT, multiplier)
     return scale, multiplier * E2M1_IN_FP16
 

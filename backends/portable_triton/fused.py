@@ -6,7 +6,7 @@ than two elements, and products are rounded before they are added.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -188,7 +188,9 @@ def bind_fused_store(request: Request) -> Launcher:
         kernel = kernels.get(key)
         if kernel is None:
             stages = Stages(norm is not None, *rotation, *flags, scale=record.elements**-0.5)
-            kernel = kernels[key] = Kernel(fused_kernel, (record, stages, tokens), warps)
+            # beside a cast that decodes, the hardware's cast that encodes gave wrong bytes (H200, ptxas 12.8)
+            codec = replace(record, native=False) if stages.back else record
+            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps)
         return kernel
 
     def _offset(rope: RopeArgs) -> int:

@@ -92,7 +92,7 @@ def record_bases(cache_ptr, block_stride, block, token, rec: tl.constexpr):
 def quantise(bits, rec: tl.constexpr):
     """Data and scales (int32 [T, groups]) of bf16 bits int16 [T, tile]; data is codes, words, or the bits themselves."""
     if rec.dtype == "bf16":
-        data, scale = bits, tl.zeros((bits.shape[0], rec.groups), tl.int32)
+        data, scale = bits, bits
     elif rec.dtype == "e4m3":
         data, scale = quantise_e4m3(bits, rec)
     else:
