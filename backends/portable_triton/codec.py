@@ -205,10 +205,25 @@ def power_of_two_bits(exponent):
 
 
 @triton.jit
+def larger_of_pairs(left, right):
+    """Of two pairs of bf16 halves (int32), the larger magnitude of each half, with some sign; a NaN wins and is 0x7FFF."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def group_magnitudes(bits, rec: tl.constexpr):
     """fp32 bit patterns [T, groups, group] of bf16 bits [T, tile], and of each group's largest magnitude [T, groups]."""
     wide = tl.reshape(bits, (bits.shape[0], rec.groups, rec.group)).to(tl.int32) << BF16_SHIFT
-    return wide, tl.max(wide & FP32_MAGNITUDE, axis=2)
+    if rec.native and rec.group > 2:
+        low, high = tl.split(tl.reshape(bits, (bits.shape[0], rec.groups, rec.group // 2, 2)))
+        both = (low.to(tl.int32) & BF16_LOW) | (high.to(tl.int32) << BF16_SHIFT)
+        both = tl.reduce(both, 2, larger_of_pairs)
+        largest = tl.maximum((both << BF16_SHIFT) & FP32_MAGNITUDE, both & BF16_HIGH & FP32_MAGNITUDE)
+    else:
+        largest = tl.max(wide & FP32_MAGNITUDE, axis=2)
+    return wide, largest
 
 
 @triton.jit
@@ -219,8 +234,8 @@ def without_inf(wide):
 
 
 @triton.jit
-def quantise_e4m3(bits, rec: tl.constexpr):
-    """A tile's e4m3 codes and scales.
+def quantise_e4m3(bits, rec: tl.constexpr, native: tl.constexpr):
+    """A tile's e4m3 codes and scales; `native` lets the hardware encode.
 
     Args:
         bits: bf16 bits, int16 [T, tile], zero where there is no element.
@@ -239,13 +254,25 @@ def quantise_e4m3(bits, rec: tl.constexpr):
     else:
         sf = tl.div_rn(tl.maximum(largest.to(tl.float32, bitcast=True), FP32_SF_AMAX_FLOOR), E4M3_MAX)
         scale = sf.to(tl.int32, bitcast=True)
-        multiplier = tl.div_rn(tl.full(sf.shape, 1.0, tl.float32), sf)
+        multiplier = reciprocal(sf, rec.ptx)
     value = wide.to(tl.float32, bitcast=True) * multiplier[:, :, None]
-    return tl.reshape(encode_e4m3(value, rec.native), bits.shape), scale
+    return tl.reshape(encode_e4m3(value, native), bits.shape), scale
 
 
 @triton.jit
-def reciprocal(value, native: tl.constexpr):
+def reciprocal(value, ptx: tl.constexpr):
+    """fp32(1 / value), rounded to nearest even."""
+    if ptx:
+        result = tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
+    return result
+
+
+@triton.jit
+def reciprocal_of_scale(value, native: tl.constexpr):
     """fp32(1 / value) of e4m3 scales: a true division, or one Newton step that gives the same for all of them."""
     if native:
         guess = tl.inline_asm_elementwise(
@@ -253,7 +280,7 @@ def reciprocal(value, native: tl.constexpr):
         )
         result = tl.fma(guess, tl.fma(-value, guess, 1.0), guess)
     else:
-        result = tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
+        result = reciprocal(value, False)
     return result
 
 
@@ -271,7 +298,7 @@ def scale_e2m1(largest, rec: tl.constexpr):
         amax = tl.maximum(largest.to(tl.float32, bitcast=True), E4M3_SF_AMAX_FLOOR)
         # never by the hardware's casts: ptxas 12.8 loses a register between an encoding and a decoding one
         scale = encode_e4m3_size(tl.minimum(amax * E4M3_SF_RECIPROCAL, E4M3_MAX))
-        multiplier = reciprocal((scale << E4M3_SHIFT).to(tl.float32, bitcast=True) * E4M3_UNBIAS, rec.native)
+        multiplier = reciprocal_of_scale((scale << E4M3_SHIFT).to(tl.float32, bitcast=True) * E4M3_UNBIAS, rec.native)
         multiplier = tl.where(((scale & 7) == 7) & (scale > 7), multiplier * E2M1_LIFT, multiplier)
     return scale, multiplier * E2M1_IN_FP16
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, dequantise_words, round_bf16, to_fp32
-from kvhal.backends.portable_triton.launch import Kernel, fused_shape
+from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, dequantise_words, reciprocal, round_bf16, to_fp32
+from kvhal.backends.portable_triton.launch import Kernel, store_shape
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.backends.portable_triton.store import element_of, quantise, record_bases, resolve_slots, write_records
@@ -52,9 +52,11 @@ def sum_of_pairs(values, rec: tl.constexpr):
 def rms_norm(x, weight_ptr, eps, rec: tl.constexpr):
     """``(x * (1 / sqrt(mean(x^2) + eps))) * weight`` of fp32 [T, tile]."""
     total = sum_of_pairs(x * x, rec)
-    mean = tl.div_rn(total, tl.full(total.shape, rec.elements, tl.float32))
-    root = tl.sqrt_rn(mean + eps)
-    inverse = tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)
+    if rec.tile == rec.elements:  # a power of two: the product is as exact as the quotient
+        mean = total * (1.0 / rec.elements)
+    else:
+        mean = tl.div_rn(total, tl.full(total.shape, rec.elements, tl.float32))
+    inverse = reciprocal(tl.sqrt_rn(mean + eps), rec.ptx)
     element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
     weight = to_fp32(tl.load(weight_ptr + element, mask=exists, other=0.0))
     return (x * inverse[:, None]) * weight[None, :]
@@ -154,7 +156,7 @@ def fused_kernel(
     bits = round_bf16(x, rec.native)
     if not rec.dense:
         bits = tl.where(exists[None, :], bits, 0)
-    data, scale = quantise(bits, rec)
+    data, scale = quantise(bits, rec, stages.back)
     if stages.store:
         block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
@@ -177,8 +179,8 @@ def dequantise(data, scale, rec: tl.constexpr):
 def bind_fused_store(request: Request) -> Launcher:
     """The launcher of FUSED_STORE (kvhal.interface, "Launchers")."""
     layout = request.layout
-    record = record_of(layout, request.block_size or 1, request.platform)
-    tokens, warps = fused_shape(record)
+    record = replace(record_of(layout, request.block_size or 1, request.platform), narrow=True)
+    tokens, warps = store_shape(record)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
     kernels: dict[tuple, Kernel] = {}
 

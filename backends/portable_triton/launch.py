@@ -1,7 +1,7 @@
 """From a bound kernel to a launch: few specialisations, none of them compiled under graph capture, little host time.
 
 Triton's own launch path binds and hashes every argument on every call. Here a call only looks at what may change the
-compiled code: the dtypes of pointers, and whether pointers and strides divide by 16.
+compiled code: the dtypes of pointers, and whether pointers and strides divide by 16 (and strides of 1).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Kernel:
         for value, aligned in zip(args, self.aligned, strict=True):
             if type(value) is int:
                 if aligned:
-                    key.append(value % DIVISOR == 0)
+                    key.append((value % DIVISOR == 0, value == 1))  # Triton folds ones into the code
             elif type(value) is not float:
                 key.append(value.dtype)
                 value = value.data_ptr()
@@ -92,26 +92,19 @@ class Kernel:
 
 
 def store_shape(record: Record) -> tuple[int, int]:
-    """Tokens a program and warps of kernels that write records."""
-    return _shape(record.tile, 2048)
-
-
-def fused_shape(record: Record) -> tuple[int, int]:
-    """Tokens a program and warps of the fused store."""
-    return _shape(record.tile, 2048)
+    """Tokens a program and warps of kernels that quantise: 32 elements a lane, as more registers cost too many warps."""
+    return _shape(record.tile, 1024)
 
 
 def load_shape(record: Record) -> tuple[int, int]:
-    """Tokens a program and warps of kernels that dequantise records."""
+    """Tokens a program and warps of kernels that dequantise: 64 elements a lane, all of whose loads are in flight at once."""
     return _shape(record.tile, 2048)
-
-
-def _shape(columns: int, per_warp: int) -> tuple[int, int]:
-    tokens = max(1, per_warp // columns)
-    warps = min(8, max(1, tokens * columns // per_warp))
-    return tokens, warps
 
 
 def copy_shape(record: Record) -> tuple[int, int]:
     """Tokens a program and warps of kernels that copy records as they are."""
     return max(1, 4096 // power_of_two(record.data_bytes)), 2
+
+
+def _shape(columns: int, per_warp: int) -> tuple[int, int]:
+    return max(1, per_warp // columns), min(8, max(1, columns // per_warp))

@@ -132,12 +132,12 @@ def load_slots_kernel(
 
 
 @triton.jit
-def copy_bytes(source, target, ok, covered, count: tl.constexpr):
-    """Copies `count` bytes a row between uint8 pointers [T]; zeros where not ok, nothing where not covered."""
-    byte = tl.arange(0, triton.next_power_of_2(count))
-    exists = (byte < count)[None, :]
-    data = tl.load(source[:, None] + byte[None, :], mask=ok[:, None] & exists, other=0)
-    tl.store(target[:, None] + byte[None, :], data, mask=covered[:, None] & exists)
+def copy_items(source, target, ok, covered, count: tl.constexpr):
+    """Copies `count` items a row between pointers [T] of one type; zeros where not ok, nothing where not covered."""
+    item = tl.arange(0, triton.next_power_of_2(count))
+    exists = (item < count)[None, :]
+    data = tl.load(source[:, None] + item[None, :], mask=ok[:, None] & exists, other=0)
+    tl.store(target[:, None] + item[None, :], data, mask=covered[:, None] & exists)
 
 
 @triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
@@ -157,8 +157,14 @@ def load_raw_kernel(
     block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
     if any_covered:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-        copy_bytes(base, out_ptr + row * out_stride, ok, covered, rec.data_bytes)
-        copy_bytes(sf_base, out_sf_ptr + row * out_sf_stride, ok, covered, rec.num_scales * rec.sf_item)
+        copy_items(base, out_ptr + row * out_stride, ok, covered, rec.data_bytes)
+        # byte by byte only where a record's scales do not lie on the addresses that whole words need
+        sf_target = out_sf_ptr + row * out_sf_stride
+        sf_words: tl.constexpr = rec.sf_bytes // 4
+        if sf_target.dtype.element_ty == tl.uint8:
+            copy_items(sf_base, sf_target, ok, covered, rec.sf_bytes)
+        else:
+            copy_items(sf_base.to(sf_target.dtype), sf_target, ok, covered, sf_words)
 
 
 def bind_load(request: Request) -> Launcher:
@@ -185,16 +191,16 @@ def _bind_raw(record) -> Launcher:
     parts = (record.block_size + tokens - 1) // tokens
 
     def launch(cache, segments, total_k, out, out_sf):
-        # Bytes are copied, whatever they mean; fp8 pointers do not exist below sm_89.
-        sf_bytes = out_sf.view(torch.uint8)
-        sf_stride = out_sf.stride(0) * out_sf.element_size()
+        # bits are copied, whatever they mean; fp8 pointers do not exist below sm_89
+        sf = out_sf.view(torch.int32 if record.sf_words and out_sf.element_size() == 4 else torch.uint8)
+        sf_stride = out_sf.stride(0) * out_sf.element_size() // sf.element_size()
         kernel(
             segments.shape[0] * parts,
             cache,
             segments,
             out.view(torch.uint8),
             out.stride(0),
-            sf_bytes,
+            sf,
             sf_stride,
             total_k,
             cache.shape[0],

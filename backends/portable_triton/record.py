@@ -35,10 +35,12 @@ class Record:
         data_bytes, sf_item: bytes of data a token, bytes of one scale factor.
         block_size, token_stride, sf_offset, sf_stride: where records lie in a block, in bytes (kvhal.layout).
         block_unit: bytes that a block stride is counted in.
-        words: e2m1 data can be accessed as aligned int32 words; sf_aligned: fp32 scales lie on aligned addresses.
+        words: e2m1 data can be accessed as aligned int32 words; sf_aligned: single scales lie on aligned addresses;
+            sf_words: a record's scales can be accessed as aligned int32 words.
         sf_floor, sf_shift, sf_mantissa: the ue8m0 rule of the data type.
         native: the architecture's own casts are proven identical to the integer codec.
         ptx: instructions may be written in PTX: an NVIDIA device, not the interpreter.
+        narrow: e4m3 codes are written eight bytes a lane, so that a lane holds as many elements as of cos and sin.
     """
 
     dtype: str
@@ -58,6 +60,7 @@ class Record:
     block_unit: int
     words: bool
     sf_aligned: bool
+    sf_words: bool
     sf_floor: int
     sf_shift: int
     sf_mantissa: int
@@ -69,6 +72,11 @@ class Record:
     def tile(self) -> int:
         """Elements of a tile row."""
         return self.groups * self.group
+
+    @property
+    def sf_bytes(self) -> int:
+        """Bytes of scale factors a token."""
+        return self.num_scales * self.sf_item
 
     @property
     def levels(self) -> int:
@@ -104,6 +112,7 @@ def record_of(layout: KVCacheFormat, block_size: int, platform: Platform) -> Rec
         block_unit=ALIGNMENT,
         words=dtype == "e2m1" and whole_words and geometry.token_alignment % 4 == 0,
         sf_aligned=geometry.sf_offset % sf_item == 0 and geometry.sf_token_stride % sf_item == 0,
+        sf_words=layout.sf_bytes % 4 == 0 and geometry.sf_offset % 4 == 0 and geometry.sf_token_stride % 4 == 0,
         sf_floor=floor,
         sf_shift=shift,
         sf_mantissa=mantissa,

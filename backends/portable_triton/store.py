@@ -89,12 +89,17 @@ def record_bases(cache_ptr, block_stride, block, token, rec: tl.constexpr):
 
 
 @triton.jit
-def quantise(bits, rec: tl.constexpr):
-    """Data and scales (int32 [T, groups]) of bf16 bits int16 [T, tile]; data is codes, words, or the bits themselves."""
+def quantise(bits, rec: tl.constexpr, reused: tl.constexpr):
+    """Data and scales (int32 [T, groups]) of bf16 bits int16 [T, tile]; data is codes, words, or the bits themselves.
+
+    Args:
+        reused: the codes are not only stored. The hardware then must not encode: ptxas 12.8 packs four codes to a
+            register and reads another one where single codes are used later.
+    """
     if rec.dtype == "bf16":
         data, scale = bits, bits
     elif rec.dtype == "e4m3":
-        data, scale = quantise_e4m3(bits, rec)
+        data, scale = quantise_e4m3(bits, rec, rec.native and not reused)
     else:
         data, scale = quantise_e2m1(bits, rec)
     return data, scale
@@ -137,7 +142,7 @@ def store_kernel(
     # skipped rows are read too: waiting for the slots first would cost every row a second trip to memory
     bits = tl.load(source, mask=(row < n)[:, None] & exists[None, :], other=0.0).to(tl.int16, bitcast=True)
     base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-    data, scale = quantise(bits, rec)
+    data, scale = quantise(bits, rec, False)
     write_records(base, sf_base, ok, data, scale, rec)
 
 

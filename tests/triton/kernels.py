@@ -8,7 +8,7 @@ import triton.language as tl
 from kvhal.backends.portable_triton.codec import (
     E2M1_TOP,
     encode_e4m3,
-    reciprocal,
+    reciprocal_of_scale,
     round_bf16,
     round_e2m1,
     scale_e2m1,
@@ -39,8 +39,8 @@ def both_reciprocals(value_ptr, out_ptr, size: tl.constexpr):
     """out[0]: the hardware's, out[1]: the true division's, of fp32 [size]."""
     at = tl.arange(0, size)
     value = tl.load(value_ptr + at)
-    tl.store(out_ptr + at, reciprocal(value, True))
-    tl.store(out_ptr + size + at, reciprocal(value, False))
+    tl.store(out_ptr + at, reciprocal_of_scale(value, True))
+    tl.store(out_ptr + size + at, reciprocal_of_scale(value, False))
 
 
 @triton.jit

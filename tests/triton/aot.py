@@ -1,0 +1,118 @@
+"""Ahead-of-time compilation of portable_triton for any target, without a device: real launchers, called on CPU tensors.
+
+Runs in processes of its own, since Triton decides on its import whether it interprets: see `compile_all`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+TARGETS: dict[str, tuple[str, str]] = {  #: architecture -> platform kind, Triton's backend
+    "sm_80": ("cuda", "cuda"),
+    "sm_90": ("cuda", "cuda"),
+    "sm_100": ("cuda", "cuda"),
+    "gfx942": ("rocm", "hip"),
+    "gfx950": ("rocm", "hip"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One operation's kernel for one architecture; `variant` names the fused stages or an alignment."""
+
+    arch: str
+    op: str
+    format: str | None
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(part for part in (self.arch, self.op, self.format, self.variant) if part)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of a job: bytes of machine code, or the error; seconds it took."""
+
+    job: Job
+    size: int
+    error: str
+    seconds: float
+
+
+def jobs(arch: str) -> list[Job]:
+    """Every operation and built-in format, the fused store with each rotary style, and misaligned rows."""
+    from kvhal.formats import BUILTIN_FORMATS
+
+    found = []
+    for name in BUILTIN_FORMATS:
+        found += [Job(arch, op, name) for op in ("store_kv_cache", "load_paged_kv_cache", "load_kv_slots")]
+        found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "norm-rope")]
+    for name in ("V41_FORMAT", "V41_FP4_FORMAT", "FP4_INDEX_KV_FORMAT"):
+        found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "neox-hadamard-back")]
+        found += [Job(arch, "store_kv_cache", name, "misaligned"), Job(arch, "load_kv_slots", name, "misaligned")]
+    names = ("convert_kv_index", "kv_index_cat", "expand_swa_index", "get_kv_swa_index_decode")
+    return found + [Job(arch, name, None) for name in names]
+
+
+def compile_all(wanted: list[Job], processes: int = 2) -> list[Built]:
+    """Compiles jobs in `processes` fresh processes in which Triton does not interpret."""
+    before = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            return list(pool.map(build, wanted))
+    finally:
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def build(job: Job) -> Built:
+    """Compiles one job in this process."""
+    from kvhal.backends.portable_triton.launch import Kernel
+    from tests.triton.calls import call
+
+    built: list[int] = []
+
+    def compile_only(kernel: Kernel, programs: int, *args: object) -> None:
+        built.append(len(machine_code(kernel, args, job.arch)))
+
+    began, launch = time.monotonic(), Kernel.__call__
+    Kernel.__call__ = compile_only  # type: ignore[method-assign]
+    try:
+        call(job)
+    except Exception as error:  # noqa: BLE001  any error of the compiler is the test's result
+        return Built(job, 0, f"{type(error).__name__}: {str(error)[:300]}", time.monotonic() - began)
+    finally:
+        Kernel.__call__ = launch  # type: ignore[method-assign]
+    return Built(job, sum(built), "" if built else "no kernel was launched", time.monotonic() - began)
+
+
+def specialise(kernel: object, args: tuple[object, ...], arch: str) -> tuple[object, ...]:
+    """(backend, options, bound arguments, specialisation) as Triton's own launch would find them for these arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    name = TARGETS[arch][1]
+    target = GPUTarget(name, int(arch[3:]), 32) if name == "cuda" else GPUTarget(name, arch, 64)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.function.signature, kernel.function.params, backend)
+    options = {**kernel.options, "debug": False, "instrumentation_mode": ""}
+    bound, specialisation, options = binder(*args, *kernel.constants, **options)
+    return target, backend, options, bound, specialisation
+
+
+def machine_code(kernel: object, args: tuple[object, ...], arch: str) -> bytes:
+    """The kernel compiled for these arguments and this architecture."""
+    import triton
+    from triton.compiler import ASTSource
+
+    target, backend, options, bound, specialisation = specialise(kernel, args, arch)
+    function = kernel.function
+    options, signature, constants, attributes = function._pack_args(backend, options, bound, specialisation, options)
+    source = ASTSource(function, signature, constants, attributes)
+    compiled = triton.compile(source, target=target, options=options.__dict__)
+    return compiled.kernel

@@ -1,0 +1,71 @@
+"""Calls of portable_triton's launchers on CPU tensors, for tests that compile or count instead of launching."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvhal.formats import BUILTIN_FORMATS, KVCacheFormat
+from kvhal.interface import HadamardArgs, NormArgs, Op, Request, RopeArgs
+from kvhal.layout import DATA_DTYPES, alloc_kv_cache, sf_output
+from kvhal.platform import Platform
+
+if TYPE_CHECKING:
+    from tests.triton.aot import Job
+
+
+def rows(count: int, elements: int, misaligned: bool, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """``[count, elements]``, one column into wider rows when misaligned."""
+    if misaligned:
+        return torch.zeros((count, elements + 1), dtype=dtype)[:, 1:]
+    return torch.zeros((count, elements), dtype=dtype)
+
+
+def call(job: Job) -> None:
+    """Binds and calls the job's launcher as the public operation would."""
+    from kvhal.backends.portable_triton.manifest import BACKEND
+    from tests.triton.aot import TARGETS
+
+    layout = BUILTIN_FORMATS[job.format] if job.format else None
+    request = Request(Op(job.op), layout, Platform(TARGETS[job.arch][0], job.arch), 64 if layout else None)
+    launch = BACKEND.bind(request)
+    if layout is None:
+        index_call(request.op, launch)
+    else:
+        format_call(request.op, launch, layout, job.variant)
+
+
+def format_call(op: Op, launch, layout: KVCacheFormat, variant: str, n: int = 100, blocks: int = 3) -> None:  # type: ignore[no-untyped-def]
+    """One call of an operation on records: n tokens, a cache of `blocks` blocks of 64 tokens."""
+    cache, misaligned = alloc_kv_cache(blocks, 64, layout, "cpu"), variant == "misaligned"
+    slots = torch.zeros(n, dtype=torch.int64)
+    kv = rows(n, layout.elements, misaligned)
+    if op == Op.STORE:
+        launch(kv, cache, slots)
+    elif op == Op.LOAD_SLOTS:
+        launch(cache, slots, kv)
+    elif op == Op.LOAD and layout.is_index:
+        dtype, tail = sf_output(layout)
+        data = torch.zeros((n, layout.data_bytes), dtype=torch.uint8).view(DATA_DTYPES[layout.quantized_dtype])
+        launch(cache, torch.zeros((2, 4), dtype=torch.int32), n, data, torch.zeros((n, *tail), dtype=dtype))
+    elif op == Op.LOAD:
+        launch(cache, torch.zeros((2, 4), dtype=torch.int32), n, kv, None)
+    else:
+        full = "back" in variant
+        norm = None if full else NormArgs(torch.zeros(layout.elements, dtype=torch.bfloat16))
+        rope = RopeArgs(slots, torch.zeros((9, 64)), 64, is_neox_style=full, offset=layout.elements - 64)
+        launch(kv, norm, rope, HadamardArgs() if full else None, cache, slots, kv.clone() if full else None)
+
+
+def index_call(op: Op, launch, n: int = 5, width: int = 100) -> None:  # type: ignore[no-untyped-def]
+    """One call of an index operation: n rows of `width` entries."""
+    table = torch.zeros((n, width), dtype=torch.int32)
+    if op == Op.CONVERT_INDEX:
+        launch(table.view(1, n, width), table[:1], torch.zeros((1, n), dtype=torch.int32), 64)
+    elif op == Op.INDEX_CAT:
+        launch(table, table, 7, torch.zeros((n, 2 * width), dtype=torch.int32))
+    elif op == Op.EXPAND_SWA_INDEX:
+        launch(torch.zeros((n, 4), dtype=torch.int32), table)
+    else:
+        launch(torch.zeros((n, 2), dtype=torch.int32), 64, table)
