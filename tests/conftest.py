@@ -41,14 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """No test sees the developer's configuration, or leaves its own behind."""
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """No test sees the developer's configuration, or leaves its own behind; conformance cases share what they bound."""
     from kvhal import configure
 
     for name in ("KVHAL_CONFIG", "KVHAL_BACKEND", "KVHAL_STRICT"):
         monkeypatch.delenv(name, raising=False)
     yield
-    configure()
+    if request.node.path != SUITE:
+        configure()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -63,7 +64,8 @@ def _asked_for_suite(config: pytest.Config) -> bool:
     """The session was asked for tests/conformance, if only for one backend."""
     options = config.option
     narrowed = (options.keyword, options.collectonly, options.deselect, options.ignore, options.ignore_glob)
-    if any(narrowed) or options.markexpr not in ("", "not gpu") or getattr(options, "lf", False):
+    marks = ("",) if HAS_GPU else ("", "not gpu")
+    if any(narrowed) or options.markexpr not in marks or getattr(options, "lf", False):
         return False
     paths = [(Path(config.invocation_params.dir) / argument.partition("::")[0]).resolve() for argument in config.args]
     return any("::" not in argument and SUITE.is_relative_to(path) for argument, path in zip(config.args, paths, strict=True))
