@@ -209,7 +209,7 @@ def measure(model: Model, ids: list[int], plan: Plan, graphs: tuple[bool, ...]) 
 
 
 def headline(details: dict[str, Any]) -> dict[str, Any]:
-    """The table that scripts/update_readme.py puts into the README: the fastest way to decode, for each format."""
+    """The table that scripts/perplexity-table puts into the documents: the fastest way to decode, for each format."""
     rows = []
     graphs = any(run["graph"] for run in details["runs"])
     for run in details["runs"]:

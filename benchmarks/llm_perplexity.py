@@ -84,7 +84,7 @@ def incremental(ids: list[int]) -> dict[str, Any]:
 
 
 def headline(details: dict[str, Any]) -> dict[str, Any]:
-    """The table that scripts/update_readme.py puts into the README."""
+    """The table that scripts/perplexity-table puts into the documents."""
     formats = details["formats"]
     bf16 = next(row["cache_bytes_per_token"] for row in formats if row["kv_format"] == "bf16")
     rows: list[list[Any]] = [["no cache", None, None, f"{details['without_cache']:.2f}", None]]
@@ -94,7 +94,7 @@ def headline(details: dict[str, Any]) -> dict[str, Any]:
         label = f"{row['kv_format']} `{row['layout']}`"
         spread = f"{min(values):.2f} to {max(values):.2f}"
         rows.append([label, f"{size:,.0f}", f"{size / bf16:.0%}", f"{row['perplexity']:.2f}", spread])
-    notes = [f"The last column: {SEEDS + 1} runs that differ by rounding noise only, see docs/llm.md."]
+    notes = [f"The last column: {SEEDS + 1} runs that differ by rounding noise only, explained in docs/llm.md."]
     if details["incremental"]:
         found = details["incremental"]
         notes.append(

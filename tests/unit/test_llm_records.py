@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvhal.formats import KVCacheFormat, format_to_text
@@ -43,3 +47,9 @@ def test_formats_that_do_not_fit(text: str, message: str) -> None:
 def test_a_format_as_json_is_welcome() -> None:
     layout = KVCacheFormat("e4m3", 384, 128, 0, True, "fp32", "one scale for 128", token_interleaved=True)
     assert parse_kv_format(format_to_text(layout), 384) == layout
+
+
+def test_the_documents_have_the_measured_tables() -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts" / "perplexity-table"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}run scripts/perplexity-table"
