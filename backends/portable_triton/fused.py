@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, dequantise_words, reciprocal, round_bf16, to_fp32
+from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, reciprocal, round_bf16, to_fp32
+from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
 from kvhal.backends.portable_triton.launch import Kernel, store_shape
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.record import record_of
@@ -49,16 +50,14 @@ def sum_of_pairs(values, rec: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(x, weight_ptr, eps, rec: tl.constexpr):
-    """``(x * (1 / sqrt(mean(x^2) + eps))) * weight`` of fp32 [T, tile]."""
+def rms_norm(x, weight, eps, rec: tl.constexpr):
+    """``(x * (1 / sqrt(mean(x^2) + eps))) * weight`` of fp32 [T, tile] and fp32 [tile]."""
     total = sum_of_pairs(x * x, rec)
     if rec.tile == rec.elements:  # a power of two: the product is as exact as the quotient
         mean = total * (1.0 / rec.elements)
     else:
         mean = tl.div_rn(total, tl.full(total.shape, rec.elements, tl.float32))
     inverse = reciprocal(tl.sqrt_rn(mean + eps), rec.ptx)
-    element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
-    weight = to_fp32(tl.load(weight_ptr + element, mask=exists, other=0.0))
     return (x * inverse[:, None]) * weight[None, :]
 
 
@@ -100,6 +99,16 @@ def rotate_any(x, cos_sin, ok, stages: tl.constexpr):
 
 
 @triton.jit
+def rotate(x, cos_sin, ok, stages: tl.constexpr):
+    """Rotary embedding of fp32 [T, tile]; `cos_sin` are pointers [T] to a position's cosines, which exist where ok."""
+    if stages.neox or stages.rope_offset % 2 != 0:
+        x = rotate_any(x, cos_sin, ok, stages)
+    else:
+        x = rotate_pairs(x, cos_sin, ok, stages)
+    return x
+
+
+@triton.jit
 def hadamard(x, rec: tl.constexpr, scale: tl.constexpr):
     """Normalised Walsh-Hadamard transform of each row of fp32 [T, tile]."""
     rows: tl.constexpr = x.shape[0]
@@ -135,34 +144,35 @@ def fused_kernel(
     rec: tl.constexpr,
     stages: tl.constexpr,
     tokens: tl.constexpr,
+    steps: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
-    wanted = row < n
     element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
-    source = kv_ptr + row[:, None] * kv_stride + element[None, :]
-    x = to_fp32(tl.load(source, mask=wanted[:, None] & exists[None, :], other=0.0))
+    weight = tl.zeros((1,), tl.float32)
     if stages.norm:
-        x = rms_norm(x, weight_ptr, eps, rec)
-    if stages.rope_dim > 0:
-        position = tl.load(positions_ptr + row, mask=wanted, other=-1).to(tl.int64)
-        known = (position >= 0) & (position < max_position)
-        cos_sin = cos_sin_ptr + position * cos_sin_stride
-        if stages.neox or stages.rope_offset % 2 != 0:
-            x = rotate_any(x, cos_sin, known, stages)
-        else:
-            x = rotate_pairs(x, cos_sin, known, stages)
-    if stages.hadamard:
-        x = hadamard(x, rec, stages.scale)
-    bits = round_bf16(x, rec.native)
-    if not rec.dense:
-        bits = tl.where(exists[None, :], bits, 0)
-    data, scale = quantise(bits, rec, stages.back)
-    if stages.store:
-        block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
-        base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-        write_records(base, sf_base, ok, data, scale, rec)
-    if stages.back:
-        write_rows(back_ptr, back_stride, row, wanted, dequantise(data, scale, rec), rec)
+        weight = to_fp32(tl.load(weight_ptr + element, mask=exists, other=0.0))
+    for step in range(steps):
+        row = (tl.program_id(0).to(tl.int64) * steps + step) * tokens + tl.arange(0, tokens)
+        wanted = row < n
+        source = kv_ptr + row[:, None] * kv_stride + element[None, :]
+        x = to_fp32(tl.load(source, mask=wanted[:, None] & exists[None, :], other=0.0))
+        if stages.norm:
+            x = rms_norm(x, weight, eps, rec)
+        if stages.rope_dim > 0:
+            position = tl.load(positions_ptr + row, mask=wanted, other=-1).to(tl.int64)
+            known = (position >= 0) & (position < max_position)
+            x = rotate(x, cos_sin_ptr + position * cos_sin_stride, known, stages)
+        if stages.hadamard:
+            x = hadamard(x, rec, stages.scale)
+        bits = round_bf16(x, rec.native)
+        if not rec.dense:
+            bits = tl.where(exists[None, :], bits, 0)
+        data, scale = quantise(bits, rec)
+        if stages.store:
+            block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
+            base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
+            write_records(base, sf_base, ok, data, scale, rec)
+        if stages.back:
+            write_rows(back_ptr, back_stride, row, wanted, dequantise(data, scale, rec), rec)
 
 
 @triton.jit
@@ -179,7 +189,8 @@ def dequantise(data, scale, rec: tl.constexpr):
 def bind_fused_store(request: Request) -> Launcher:
     """The launcher of FUSED_STORE (kvhal.interface, "Launchers")."""
     layout = request.layout
-    record = replace(record_of(layout, request.block_size or 1, request.platform), narrow=True)
+    record = record_of(layout, request.block_size or 1, request.platform)
+    record = replace(record, narrow=record.token_stride % 8 == 0)  # a claim about addresses: only where it is true
     tokens, warps = store_shape(record)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
     kernels: dict[tuple, Kernel] = {}
@@ -190,9 +201,10 @@ def bind_fused_store(request: Request) -> Launcher:
         kernel = kernels.get(key)
         if kernel is None:
             stages = Stages(norm is not None, *rotation, *flags, scale=record.elements**-0.5)
-            # beside a cast that decodes, the hardware's cast that encodes gave wrong bytes (H200, ptxas 12.8)
+            # ptxas 12.8 packs four codes of the hardware's cast to a register and, where single codes are used again, reads
+            # another one (wrong bytes on an H200): kernels that give rows back encode by integers
             codec = replace(record, native=False) if stages.back else record
-            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps)
+            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens, 1), warps)
         return kernel
 
     def _offset(rope: RopeArgs) -> int:

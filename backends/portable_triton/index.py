@@ -148,9 +148,7 @@ def bind_expand_swa_index(request: Request) -> Launcher:
 
 
 @triton.jit(do_not_specialize=["width", "block_size", "parts"], do_not_specialize_on_alignment=["pivots_ptr"])
-def decode_kernel(
-    pivots_ptr, out_ptr, out_stride, width: tl.int64, block_size: tl.int64, parts: tl.int64, tile: tl.constexpr
-):
+def decode_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, block_size: tl.int64, parts: tl.int64, tile: tl.constexpr):
     row, column, exists = tile_of(parts, width, tile)
     start = tl.load(pivots_ptr + row * 2).to(tl.int64)
     length = tl.load(pivots_ptr + row * 2 + 1)

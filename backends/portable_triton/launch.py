@@ -74,9 +74,7 @@ class Kernel:
         if kernel is None:
             kernel = self.compiled[tuple(key)] = self._compile(args)
         stream = active.get_current_stream(device)
-        kernel.run(
-            programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *values, *self.constants
-        )
+        kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *values, *self.constants)
 
     def _compile(self, args: tuple[Any, ...]) -> Any:
         device = next(value.device for value in args if isinstance(value, torch.Tensor))

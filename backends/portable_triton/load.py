@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, dequantise_words
+from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes
+from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
 from kvhal.backends.portable_triton.launch import Kernel, copy_shape, load_shape
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.backends.portable_triton.store import element_of, record_bases, resolve_slots, word_of
@@ -60,10 +61,8 @@ def read_records(base, sf_base, ok, rec: tl.constexpr):
         mask = ok[:, None] & exists[None, :]
         if rec.dtype == "e4m3":
             scale = decode_scale(read_scales(sf_base, ok, rec), rec)
-            source = base[:, None] + element[None, :]
-            if rec.narrow:
-                source = tl.multiple_of(source, (1, 8))
-            bits = dequantise_codes(tl.load(source, mask=mask, other=0), scale, rec)
+            codes = tl.load(base[:, None] + element[None, :], mask=mask, other=0)
+            bits = dequantise_codes(codes, scale, rec)
         else:
             bits = tl.load(base.to(tl.pointer_type(tl.int16))[:, None] + element[None, :], mask=mask, other=0)
     return bits

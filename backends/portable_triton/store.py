@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import quantise_e2m1, quantise_e4m3
+from kvhal.backends.portable_triton.codec import quantise_e4m3
+from kvhal.backends.portable_triton.codec_e2m1 import quantise_e2m1
 from kvhal.backends.portable_triton.launch import Kernel, store_shape
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.interface import Launcher, Request
@@ -89,17 +90,12 @@ def record_bases(cache_ptr, block_stride, block, token, rec: tl.constexpr):
 
 
 @triton.jit
-def quantise(bits, rec: tl.constexpr, reused: tl.constexpr):
-    """Data and scales (int32 [T, groups]) of bf16 bits int16 [T, tile]; data is codes, words, or the bits themselves.
-
-    Args:
-        reused: the codes are not only stored. The hardware then must not encode: ptxas 12.8 packs four codes to a
-            register and reads another one where single codes are used later.
-    """
+def quantise(bits, rec: tl.constexpr):
+    """Data and scales (int32 [T, groups]) of bf16 bits int16 [T, tile]; data is codes, words, or the bits themselves."""
     if rec.dtype == "bf16":
         data, scale = bits, bits
     elif rec.dtype == "e4m3":
-        data, scale = quantise_e4m3(bits, rec, rec.native and not reused)
+        data, scale = quantise_e4m3(bits, rec)
     else:
         data, scale = quantise_e2m1(bits, rec)
     return data, scale
@@ -113,7 +109,7 @@ def write_records(base, sf_base, ok, data, scale, rec: tl.constexpr):
     else:
         element, exists = element_of(tl.arange(0, data.shape[1]), rec)
         target = base.to(tl.pointer_type(data.dtype))[:, None] + element[None, :]
-        if rec.narrow:
+        if rec.narrow and rec.dtype == "e4m3":
             target = tl.multiple_of(target, (1, 8))
         tl.store(target, data, mask=ok[:, None] & exists[None, :])
     if rec.dtype != "bf16":
@@ -142,7 +138,7 @@ def store_kernel(
     # skipped rows are read too: waiting for the slots first would cost every row a second trip to memory
     bits = tl.load(source, mask=(row < n)[:, None] & exists[None, :], other=0.0).to(tl.int16, bitcast=True)
     base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-    data, scale = quantise(bits, rec, False)
+    data, scale = quantise(bits, rec)
     write_records(base, sf_base, ok, data, scale, rec)
 
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import (
-    E2M1_TOP,
-    encode_e4m3,
-    reciprocal_of_scale,
-    round_bf16,
-    round_e2m1,
-    scale_e2m1,
-    widen,
-)
+from kvhal.backends.portable_triton.codec import encode_e4m3, round_bf16, widen
+from kvhal.backends.portable_triton.codec_e2m1 import E2M1_TOP, reciprocal_of_scale, round_e2m1, scale_e2m1
 
 
 @triton.jit
