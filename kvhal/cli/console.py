@@ -84,10 +84,9 @@ def _print_record(console: Console, columns: Sequence[str], row: Sequence[str]) 
 
 
 def print_lines(*lines: str) -> None:
-    """Text as it is, wrapped to the terminal."""
-    console = stdout()
+    """Text as it is; a terminal wraps it without breaking the commands in it when they are copied."""
     for line in lines:
-        console.print(Text(line))
+        typer.echo(line)
 
 
 @contextmanager
