@@ -70,36 +70,33 @@ def demo() -> str:
 
 
 def measured() -> str:
-    """For each result file, the cells of its largest token count."""
-    parts = []
+    """The largest size of each file that `kvhal bench --json` wrote, a column a backend; other files are linked."""
+    parts, linked = [], []
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
-        if not _is_table(document):
-            parts += [f"More: [{path.name}]({path.relative_to(ROOT)})", ""]
+        link = f"[{path.name}]({path.relative_to(ROOT)})"
+        if "cells" not in document:
+            linked.append(link)
             continue
-        largest = max(row["tokens"] for row in document["results"])
-        rows = [_cells(row, path.stem) for row in document["results"] if row["tokens"] == largest]
-        columns = ("backend", "operation", "format", "block", "order", "microseconds", "share of a copy")
-        title = f"{document['device']}, {largest:,} tokens, commit {document['commit']}"
-        parts += [f"{title} ([the whole run]({path.relative_to(ROOT)})):", "", markdown_table(columns, rows), ""]
+        largest = max(cell["tokens"] for cell in document["cells"])
+        title = f"{document['device']}, {largest:,} tokens, commit {document['commit']}, copy {document['copy_gbs']:,.0f} GB/s"
+        parts += [f"{title} ({link} has all sizes):", "", _pivot(document["cells"], largest), "", document.get("note", ""), ""]
     if not parts:
         return "Not measured yet: benchmarks/results holds no results."
-    return "\n".join(
-        [*parts, "A share of 1 is the bandwidth of a large copy on the same device, measured in the same run."]
-    )
+    how = "Share of the bandwidth of a large copy on the same device in the same run, and microseconds a call."
+    return "\n".join([how, "", *parts, f"Other measurements: {', '.join(linked)}." if linked else ""]).rstrip()
 
 
-def _is_table(document: Any) -> bool:
-    rows = document.get("results") if isinstance(document, dict) else None
-    return bool(rows) and all("tokens" in row and ("share_of_copy" in row or "ratio" in row) for row in rows)
-
-
-def _cells(row: dict[str, Any], stem: str) -> tuple[Any, ...]:
-    if "kernel" in row:  # a backend's own benchmark, whose file is called <device>_<backend>.json
-        facts = (stem.partition("_")[2], row["kernel"], row["format"], row["block_size"], row["order"])
-        return (*facts, f"{row['microseconds']:,.0f}", f"{row['share_of_copy']:.2f}")
-    facts = (row["backend"], row["op"], row["format"], row["block_size"], row["pattern"])
-    return (*facts, f"{row['median_us']:,.0f}", f"{row['ratio']:.2f}")
+def _pivot(cells: list[dict[str, Any]], tokens: int) -> str:
+    """One row an operation, format and order of tokens."""
+    chosen = [cell for cell in cells if cell["tokens"] == tokens]
+    backends = list(dict.fromkeys(cell["backend"] for cell in chosen))
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for cell in chosen:
+        text = f"{cell['ratio']:.2f} ({cell['median_us']:,.0f})"
+        rows.setdefault((f"`{cell['op']}`", cell["format"], cell["pattern"]), {})[cell["backend"]] = text
+    columns = ("operation", "format", "tokens lie", *backends)
+    return markdown_table(columns, [(*key, *(found.get(name) for name in backends)) for key, found in sorted(rows.items())])
 
 
 def main() -> None:
