@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,12 @@ def large(copy: float) -> list[dict[str, Any]]:
         row = record if layout.is_index else 2 * layout.elements
         runs: list[tuple[str, str, int, Callable[[int], None]]] = [("load", "pages", record + row, bench.load)]
         for slots in bench.slots:
-            runs.append(("store", slots, record + 2 * layout.elements, lambda i, s=slots: bench.store(i, s)))
-            runs.append(("norm+rope+store", slots, record + 2 * layout.elements, lambda i, s=slots: bench.fused(i, s)))
+            runs.append(("store", slots, record + 2 * layout.elements, partial(bench.store, slots=slots)))
+            runs.append(("norm+rope+store", slots, record + 2 * layout.elements, partial(bench.fused, slots=slots)))
         for op, order, width, run in runs:
             us = median_us(run)
             found.append({"op": op, "format": name, "order": order, "us": us, "share": width * TOKENS / us * 1e6 / copy})
             print(f"{name:32}{op:16}{order:12}{us:9.1f} us  {found[-1]['share']:.3f}", flush=True)
-        del bench, run, runs
         torch.cuda.empty_cache()
     return found
 

@@ -144,35 +144,30 @@ def fused_kernel(
     rec: tl.constexpr,
     stages: tl.constexpr,
     tokens: tl.constexpr,
-    steps: tl.constexpr,
 ):
+    row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
+    wanted = row < n
     element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
-    weight = tl.zeros((1,), tl.float32)
+    source = kv_ptr + row[:, None] * kv_stride + element[None, :]
+    x = to_fp32(tl.load(source, mask=wanted[:, None] & exists[None, :], other=0.0))
     if stages.norm:
-        weight = to_fp32(tl.load(weight_ptr + element, mask=exists, other=0.0))
-    for step in range(steps):
-        row = (tl.program_id(0).to(tl.int64) * steps + step) * tokens + tl.arange(0, tokens)
-        wanted = row < n
-        source = kv_ptr + row[:, None] * kv_stride + element[None, :]
-        x = to_fp32(tl.load(source, mask=wanted[:, None] & exists[None, :], other=0.0))
-        if stages.norm:
-            x = rms_norm(x, weight, eps, rec)
-        if stages.rope_dim > 0:
-            position = tl.load(positions_ptr + row, mask=wanted, other=-1).to(tl.int64)
-            known = (position >= 0) & (position < max_position)
-            x = rotate(x, cos_sin_ptr + position * cos_sin_stride, known, stages)
-        if stages.hadamard:
-            x = hadamard(x, rec, stages.scale)
-        bits = round_bf16(x, rec.native)
-        if not rec.dense:
-            bits = tl.where(exists[None, :], bits, 0)
-        data, scale = quantise(bits, rec)
-        if stages.store:
-            block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
-            base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-            write_records(base, sf_base, ok, data, scale, rec)
-        if stages.back:
-            write_rows(back_ptr, back_stride, row, wanted, dequantise(data, scale, rec), rec)
+        x = rms_norm(x, to_fp32(tl.load(weight_ptr + element, mask=exists, other=0.0)), eps, rec)
+    if stages.rope_dim > 0:
+        position = tl.load(positions_ptr + row, mask=wanted, other=-1).to(tl.int64)
+        known = (position >= 0) & (position < max_position)
+        x = rotate(x, cos_sin_ptr + position * cos_sin_stride, known, stages)
+    if stages.hadamard:
+        x = hadamard(x, rec, stages.scale)
+    bits = round_bf16(x, rec.native)
+    if not rec.dense:
+        bits = tl.where(exists[None, :], bits, 0)
+    data, scale = quantise(bits, rec)
+    if stages.store:
+        block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
+        base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
+        write_records(base, sf_base, ok, data, scale, rec)
+    if stages.back:
+        write_rows(back_ptr, back_stride, row, wanted, dequantise(data, scale, rec), rec)
 
 
 @triton.jit
@@ -204,7 +199,7 @@ def bind_fused_store(request: Request) -> Launcher:
             # ptxas 12.8 packs four codes of the hardware's cast to a register and, where single codes are used again, reads
             # another one (wrong bytes on an H200): kernels that give rows back encode by integers
             codec = replace(record, native=False) if stages.back else record
-            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens, 1), warps)
+            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps)
         return kernel
 
     def _offset(rope: RopeArgs) -> int:

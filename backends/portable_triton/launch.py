@@ -58,6 +58,15 @@ class Kernel:
             return
         active = driver.active
         device = active.get_current_device()
+        key, values = self.key(device, args)
+        kernel = self.compiled.get(key)
+        if kernel is None:
+            kernel = self.compiled[key] = self._compile(args)
+        stream = active.get_current_stream(device)
+        kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *values, *self.constants)
+
+    def key(self, device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+        """All that the compiled code depends on, at least as fine as Triton's own key; and the arguments as numbers."""
         key: list[Any] = [device]
         values: list[Any] = []
         for value, aligned in zip(args, self.aligned, strict=True):
@@ -70,11 +79,7 @@ class Kernel:
                 if aligned:
                     key.append(value % DIVISOR == 0)
             values.append(value)
-        kernel = self.compiled.get(tuple(key))
-        if kernel is None:
-            kernel = self.compiled[tuple(key)] = self._compile(args)
-        stream = active.get_current_stream(device)
-        kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *values, *self.constants)
+        return tuple(key), values
 
     def _compile(self, args: tuple[Any, ...]) -> Any:
         device = next(value.device for value in args if isinstance(value, torch.Tensor))

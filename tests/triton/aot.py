@@ -69,6 +69,47 @@ def compile_all(wanted: list[Job], processes: int = 2) -> list[Built]:
             os.environ["TRITON_INTERPRET"] = before
 
 
+def count_variants(arch: str) -> dict[str, dict[str, int]]:
+    """Kernel variants that Triton would compile, by operation and format, counted by Triton's own rules.
+
+    Returns:
+        "sizes": over 200 token counts, cache sizes and table widths, with int32 and int64 slots.
+        "alignments": the same with rows at every alignment.
+        "missed": pairs of calls that Triton tells apart but the backend's own key does not (has to be none).
+    """
+    before = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(_count_variants, arch).result()
+    finally:
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def _count_variants(arch: str) -> dict[str, dict[str, int]]:
+    from kvhal.backends.portable_triton.launch import Kernel
+    from tests.triton.calls import sweep
+
+    seen: dict[tuple[str, str], set[str]] = {}
+    keys: dict[str, dict[object, set[str]]] = {}
+
+    def record(kernel: Kernel, programs: int, *args: object) -> None:
+        name, group = current
+        variant = str(specialise(kernel, args, arch)[4]) + str(id(kernel))
+        seen.setdefault((group, name), set()).add(variant)
+        keys.setdefault(name, {}).setdefault((id(kernel), kernel.key(0, args)[0]), set()).add(variant)
+
+    Kernel.__call__ = record  # type: ignore[method-assign]
+    current = ("", "")
+    for current, call_once in sweep(arch):  # noqa: B007  read by `record`
+        call_once()
+    found: dict[str, dict[str, int]] = {"sizes": {}, "alignments": {}}
+    for (group, name), variants in seen.items():
+        found[group][name] = len(variants)
+    found["missed"] = {name: sum(len(variants) - 1 for variants in table.values()) for name, table in keys.items()}
+    return found
+
+
 def build(job: Job) -> Built:
     """Compiles one job in this process."""
     from kvhal.backends.portable_triton.launch import Kernel

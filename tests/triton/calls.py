@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +38,44 @@ def call(job: Job) -> None:
         format_call(request.op, launch, layout, job.variant)
 
 
-def format_call(op: Op, launch, layout: KVCacheFormat, variant: str, n: int = 100, blocks: int = 3) -> None:  # type: ignore[no-untyped-def]
+def sweep(arch: str) -> Iterator[tuple[tuple[str, str], Callable[[], None]]]:
+    """((name, "sizes" | "alignments"), call) over sizes, slot types and alignments; one launcher an operation and format."""
+    from kvhal.backends.portable_triton.manifest import BACKEND
+    from tests.triton.aot import TARGETS
+
+    platform = Platform(TARGETS[arch][0], arch)
+    for name in ("V41_FORMAT", "V41_FP4_FORMAT", "MXFP8_INDEX_KV_FORMAT", "BF16_FORMAT"):
+        layout = BUILTIN_FORMATS[name]
+        for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE):
+            launch = BACKEND.bind(Request(op, layout, platform, 64))
+            for n in range(1, 201):
+                dtype = torch.int32 if n % 2 else torch.int64
+                run = partial(format_call, op, launch, layout, "", n, 1 + n // 7, dtype)
+                yield (f"{op}/{name}", "sizes"), run
+            for variant in ("", "misaligned"):
+                for n in (1, 16, 33):
+                    for dtype in (torch.int32, torch.int64):
+                        run = partial(format_call, op, launch, layout, variant, n, 2, dtype)
+                        yield (f"{op}/{name}", "alignments"), run
+    for op in (Op.CONVERT_INDEX, Op.INDEX_CAT, Op.EXPAND_SWA_INDEX, Op.DECODE_SWA_INDEX):
+        launch = BACKEND.bind(Request(op, None, platform, None))
+        for n in range(1, 201):
+            yield (str(op), "alignments"), partial(index_call, op, launch, n, 2 * n)
+            yield (str(op), "sizes"), partial(index_call, op, launch, n, 64 * n)
+
+
+def format_call(
+    op: Op,
+    launch: Callable[..., None],
+    layout: KVCacheFormat,
+    variant: str,
+    n: int = 100,
+    blocks: int = 3,
+    slot_dtype: torch.dtype = torch.int64,
+) -> None:
     """One call of an operation on records: n tokens, a cache of `blocks` blocks of 64 tokens."""
     cache, misaligned = alloc_kv_cache(blocks, 64, layout, "cpu"), variant == "misaligned"
-    slots = torch.zeros(n, dtype=torch.int64)
+    slots = torch.zeros(n, dtype=slot_dtype)
     kv = rows(n, layout.elements, misaligned)
     if op == Op.STORE:
         launch(kv, cache, slots)
@@ -58,7 +94,7 @@ def format_call(op: Op, launch, layout: KVCacheFormat, variant: str, n: int = 10
         launch(kv, norm, rope, HadamardArgs() if full else None, cache, slots, kv.clone() if full else None)
 
 
-def index_call(op: Op, launch, n: int = 5, width: int = 100) -> None:  # type: ignore[no-untyped-def]
+def index_call(op: Op, launch: Callable[..., None], n: int = 5, width: int = 100) -> None:
     """One call of an index operation: n rows of `width` entries."""
     table = torch.zeros((n, width), dtype=torch.int32)
     if op == Op.CONVERT_INDEX:
