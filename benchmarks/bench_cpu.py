@@ -82,8 +82,7 @@ def main() -> None:
         timings.append(timing._asdict())
         if not arguments.json:
             print(
-                f"{timing.name:44}{timing.items:10,} {timing.unit:6}{timing.median_ms:10.2f} ms"
-                f"{timing.best_ms:10.2f} ms best"
+                f"{timing.name:44}{timing.items:10,} {timing.unit:6}{timing.median_ms:10.2f} ms{timing.best_ms:10.2f} ms best"
             )
     if arguments.json:
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "block_size": BLOCK_SIZE}

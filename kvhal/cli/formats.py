@@ -56,9 +56,7 @@ def describe_format(name: str, layout: KVCacheFormat, block_size: int) -> dict[s
         "data_bytes": layout.data_bytes,
         "scale_bytes": layout.sf_bytes,
         "bytes_per_token": layout.bytes_per_token,
-        "order": ("data, scales a token" if layout.token_interleaved else "data rows, scale rows")
-        if quantized
-        else "data",
+        "order": ("data, scales a token" if layout.token_interleaved else "data rows, scale rows") if quantized else "data",
         "load": "data and scales" if layout.is_index else "bf16 rows",
         "block_stride": geometry.block_stride,
         "block_padding": geometry.block_stride - block_size * layout.bytes_per_token,

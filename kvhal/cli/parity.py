@@ -20,15 +20,9 @@ from kvhal.testing.formats import CONFORMANCE_FORMATS
 
 def command(
     ops: Annotated[str | None, typer.Option(help="Operations, comma-separated; all when left out.")] = None,
-    formats: Annotated[
-        str | None, typer.Option(help="Formats, comma-separated; all of the suite's when left out.")
-    ] = None,
-    backends: Annotated[
-        str | None, typer.Option(help="Backends, comma-separated; all that can run when left out.")
-    ] = None,
-    cases: Annotated[
-        int | None, typer.Option(min=1, help="Cases an operation and format; each known one once.")
-    ] = None,
+    formats: Annotated[str | None, typer.Option(help="Formats, comma-separated; all of the suite's when left out.")] = None,
+    backends: Annotated[str | None, typer.Option(help="Backends, comma-separated; all that can run when left out.")] = None,
+    cases: Annotated[int | None, typer.Option(min=1, help="Cases an operation and format; each known one once.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed of the random choices.")] = 0,
     case: Annotated[str | None, typer.Option(help="One case by its id, as a report names it.")] = None,
     json: JsonOption = False,
@@ -105,17 +99,13 @@ def show(results: list[parity.Result], where: list[Target]) -> None:
     print_table("Bytes compared with reference_torch on the CPU", ["operation", "format", *columns], cells)
     grouped = parity.by_case(results)
     shared = sum(parity.fingerprint(group) is not None for _, group in grouped)
-    print_lines(
-        f"{len(results)} runs of {len(grouped)} cases; {shared} cases have one hash on every backend that ran them"
-    )
+    print_lines(f"{len(results)} runs of {len(grouped)} cases; {shared} cases have one hash on every backend that ran them")
     simulated = [target.id for target in where if target.simulate]
     if simulated:
         print_lines(f"simulated, no statement about hardware: {', '.join(simulated)}")
     first = next((result for result in results if result.problem), None)
     if first:
-        print_lines(
-            "", f"first mismatch: {first.case.id} on {first.target.id}", first.problem, "", parity.reproduce(first)
-        )
+        print_lines("", f"first mismatch: {first.case.id} on {first.target.id}", first.problem, "", parity.reproduce(first))
 
 
 def _format(result: parity.Result) -> str:
@@ -134,9 +124,7 @@ def facts(results: list[parity.Result]) -> dict[str, Any]:
                 "op": str(case.op),
                 "format": None if case.layout is None else format_name(case.layout),
                 "hash": parity.fingerprint(group),
-                "targets": [
-                    {"id": one.target.id, "simulated": one.target.simulate, "equal": not one.problem} for one in group
-                ],
+                "targets": [{"id": one.target.id, "simulated": one.target.simulate, "equal": not one.problem} for one in group],
             }
             for case, group in grouped
         ],

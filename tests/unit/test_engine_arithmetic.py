@@ -39,8 +39,10 @@ def test_snap_rounds_to_multiples_ties_to_even() -> None:
 def test_linear_is_one_rounding_of_the_exact_sum_in_any_order() -> None:
     x, weight = 20 * normal(9, 512), snap(normal(512, 40, seed=1), WEIGHT_BITS, F64)
     whole = linear(x, weight)
-    exact = [[sum(int(a * 2**16) * int(b * 2**16) for a, b in zip(row, column, strict=True)) for column in weight.T.tolist()]
-             for row in snap(x, ACTIVATION_BITS, F64).tolist()]
+    exact = [
+        [sum(int(a * 2**16) * int(b * 2**16) for a, b in zip(row, column, strict=True)) for column in weight.T.tolist()]
+        for row in snap(x, ACTIVATION_BITS, F64).tolist()
+    ]
     assert whole.tolist() == torch.tensor([[value / 2**32 for value in row] for row in exact], dtype=F64).float().tolist()
     order = torch.randperm(512, generator=torch.Generator().manual_seed(2))
     assert torch.equal(linear(x[:, order], weight[order]), whole)

@@ -45,9 +45,7 @@ def _run(code: str, *, path: Path) -> str:
     """Runs code with `path` in front of what can be imported, outside the checkout."""
     environment = {"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", code]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=path, timeout=120, check=False
-    )
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=path, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
