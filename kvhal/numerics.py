@@ -129,9 +129,10 @@ def _dequantize_rows(data: Tensor, sf: Tensor, layout: KVCacheFormat) -> Tensor:
         value = decode_e2m1(torch.stack((data & 0xF, data >> 4), -1).flatten(1))
     if layout.sf_format == "ue8m0":
         scale = decode_ue8m0(sf)
-    else:
-        # a float32 view needs a 4-byte address, which a slice of record bytes need not have: hence the copy
-        scale = decode_e4m3(sf) if layout.sf_format == "e4m3" else sf.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    elif layout.sf_format == "e4m3":
+        scale = decode_e4m3(sf)
+    else:  # a float32 view needs a 4-byte address, which a slice of record bytes need not have: hence the copy
+        scale = sf.clone(memory_format=torch.contiguous_format).view(torch.float32)
     product = _grouped(value, layout) * scale.unsqueeze(-1)
     return round_bf16(product.flatten(1)[:, : layout.elements])
 
