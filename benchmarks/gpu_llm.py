@@ -13,6 +13,8 @@ and jinja2. What is measured:
 - prefill: tokens/s of the streams' prompts;
 - agreement: every backend that serves here generates the same tokens for each format;
 - perplexity of each format on the first 1,024 tokens of the licence.
+
+Every figure is kept as soon as it is there: a run that was stopped goes on where it was when it is started again.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +197,19 @@ def compare_backends(model: Model, ids: list[int], plan: Plan, graph: bool) -> l
     return rows
 
 
-def measure(model: Model, ids: list[int], plan: Plan, graphs: tuple[bool, ...]) -> list[dict[str, Any]]:
-    """Every format, number of streams, with and without graphs."""
-    rows = []
-    for name in KV_FORMATS:
+def measure(model: Model, ids: list[int], plan: Plan, graphs: tuple[bool, ...], runs: list[dict[str, Any]]) -> Iterator[None]:
+    """Appends to `runs` every format, number of streams, with and without graphs, that is not there yet; one at a time."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    known = {(run["kv_format"], run["dtype"], run["streams"], run["graph"]) for run in runs}
+    for name, streams, graph in product(KV_FORMATS, plan.streams, graphs):
+        if (name, dtype, streams, graph) in known:
+            continue
         layout = parse_kv_format(name, model.config.record_elements)
         chosen = sorted({str(kvhal.explain(op, layout=layout, device=model.device).chosen) for op in OPS[:3]})
-        for streams in plan.streams:
-            for graph in graphs:
-                facts = time_decode(model, layout, prompts_of(ids, streams, plan.prompt), plan.steps, graph)
-                rows.append({"kv_format": name, "dtype": str(model.dtype).removeprefix("torch."), "backends": chosen, **facts})
-                print(json.dumps(rows[-1]), flush=True)
-    return rows
+        facts = time_decode(model, layout, prompts_of(ids, streams, plan.prompt), plan.steps, graph)
+        runs.append({"kv_format": name, "dtype": dtype, "backends": chosen, **facts})
+        print(json.dumps(runs[-1]), flush=True)
+        yield
 
 
 def headline(details: dict[str, Any]) -> dict[str, Any]:
@@ -268,16 +272,25 @@ def main() -> None:
     graphs = (True, False) if can_capture(device) else (False,)
     name = "a small random model" if arguments.tiny else "SmolLM2-135M-Instruct"
     details: dict[str, Any] = {"model": name, "device": detect(device).device_name, "torch": torch.__version__, "runs": []}
+    if arguments.out.exists():
+        earlier = json.loads(arguments.out.read_text(encoding="utf-8"))["details"]
+        if any(earlier[fact] != details[fact] for fact in ("model", "device", "torch")):
+            raise SystemExit(f"{arguments.out}: was measured with another model, device or torch; name another file")
+        details = earlier
+
+    def save() -> None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({**headline(details), "details": details}, indent=1) + "\n", encoding="utf-8")
+
     for dtype in plan.dtypes:
         model, tokenizer = load(arguments, device, dtype)
         ids = tokens_of(tokenizer, model.config.vocabulary, plan.text)
-        details["runs"] += measure(model, ids, plan, graphs)
-        if dtype == plan.dtypes[0]:
-            details["agreement"] = compare_backends(model, ids, plan, graphs[0])
+        if dtype == plan.dtypes[0] and "agreement" not in details:
             layouts = {name: parse_kv_format(name, model.config.record_elements) for name in KV_FORMATS}
             details["perplexity"] = {name: perplexity(model, one, ids).perplexity for name, one in layouts.items()}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({**headline(details), "details": details}, indent=1) + "\n", encoding="utf-8")
+            details["agreement"] = compare_backends(model, ids, plan, graphs[0])
+        for _ in measure(model, ids, plan, graphs, details["runs"]):
+            save()
     if not all(row["equal"] for row in details["agreement"]):
         raise SystemExit("backends generate different tokens")
 
