@@ -36,6 +36,7 @@ from kvhal.layout import alloc_kv_cache, resolve_kv_cache_layout, sf_data_as_int
 from kvhal.ops import (
     KVCacheTensors,
     convert_kv_index,
+    expand_load_plan,
     expand_swa_index,
     fused_norm_rope_hadamard_cast_store_kvcache,
     get_kv_swa_index_decode,
@@ -79,6 +80,7 @@ __all__ = [
     "configure",
     "convert_kv_index",
     "detect",
+    "expand_load_plan",
     "expand_swa_index",
     "explain",
     "fused_norm_rope_hadamard_cast_store_kvcache",

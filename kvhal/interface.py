@@ -22,6 +22,7 @@ class Op(StrEnum):
     INDEX_CAT = "kv_index_cat"
     EXPAND_SWA_INDEX = "expand_swa_index"
     DECODE_SWA_INDEX = "get_kv_swa_index_decode"
+    EXPAND_LOAD_PLAN = "expand_load_plan"
     FUSED_STORE = "fused_norm_rope_hadamard_cast_store_kvcache"
 
     @classmethod
@@ -146,6 +147,13 @@ Launcher = Callable[..., None]
 # DECODE_SWA_INDEX  launch(offset_len, swa_block_size, out)
 #                   offset_len int32 contiguous [n, 2]; out int32 rows [n, window_size]; start_slot < 0 gives a row of -1.
 #                   Column j < valid_length is start - start % bs + (start % bs + j) % bs, computed in 64 bits
+# EXPAND_LOAD_PLAN  launch(spans, block_tables, block_size, out)
+#                   spans int32 contiguous [n, 5], perhaps none; block_tables int32 rows [rows, width]; out int32 contiguous
+#                   [s, 4]; block_size is a run-time int. Segment j takes the last span whose first_segment <= j (any span, or
+#                   none, where first_segment decreases). With c = begin // block_size + j - first_segment, its row is
+#                   [block_tables[table_row, c] or -1 where the table has no such entry, max(begin - c * block_size, 0),
+#                   min(end - c * block_size, block_size), first_row + max(c * block_size - begin, 0)], in 64 bits; it is
+#                   [-1, 0, 0, 0] without a span, where begin < 0, and where src_begin >= src_end
 # Integer results that do not fit int32 (hostile metadata only) keep their low 32 bits, on every backend.
 # FUSED_STORE       launch(kv, norm, rope, hadamard, cache, slots, back)
 #                   kv bf16|fp32 rows [n, elements]; norm NormArgs|None (weight contiguous [elements] bf16|fp32);

@@ -17,6 +17,7 @@ from kvhal.layout import infer_layout
 from kvhal.ops import cache as eager
 from kvhal.ops import fused as eager_fused
 from kvhal.ops import index as eager_index
+from kvhal.ops import plan as eager_plan
 from kvhal.ops.cache import KVCacheTensors, new_load_output
 
 
@@ -72,6 +73,11 @@ def _decode(offset_len: torch.Tensor, swa_block_size: int, out: torch.Tensor) ->
     eager_index.get_kv_swa_index_decode(offset_len, out.shape[1], swa_block_size, out)
 
 
+@torch.library.custom_op("kvhal::expand_load_plan", mutates_args=("out",))
+def _expand_plan(spans: torch.Tensor, block_tables: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
+    eager_plan.expand_load_plan(spans, block_tables, block_size, out.shape[0], out)
+
+
 @torch.library.custom_op("kvhal::fused_norm_rope_hadamard_cast_store_kvcache", mutates_args=("kv_cache", "back"))
 def _fused(
     kv: torch.Tensor,
@@ -115,6 +121,7 @@ def _fused(
 @_cat.register_fake
 @_expand.register_fake
 @_decode.register_fake
+@_expand_plan.register_fake
 @_fused.register_fake
 def _writes_only(*_: object) -> None:
     """Results are arguments: there is nothing to shape."""
@@ -185,6 +192,14 @@ def get_kv_swa_index_decode(
 ) -> torch.Tensor:
     out = _int32(out, offset_len.shape[0], window_size, offset_len.device)
     torch.ops.kvhal.get_kv_swa_index_decode(offset_len, swa_block_size, out)
+    return out
+
+
+def expand_load_plan(
+    spans: torch.Tensor, block_tables: torch.Tensor, block_size: int, num_segments: int, out: torch.Tensor | None
+) -> torch.Tensor:
+    out = _int32(out, num_segments, 4, spans.device)
+    torch.ops.kvhal.expand_load_plan(spans, block_tables, block_size, out)
     return out
 
 

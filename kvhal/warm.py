@@ -15,6 +15,7 @@ from kvhal.interface import FORMAT_OPS, CastArgs, KVCacheOutArgs, Op
 from kvhal.layout import alloc_kv_cache
 from kvhal.ops import (
     convert_kv_index,
+    expand_load_plan,
     expand_swa_index,
     fused_norm_rope_hadamard_cast_store_kvcache,
     get_kv_swa_index_decode,
@@ -86,3 +87,5 @@ def _warm_index(op: Op, block_size: int, device: torch.device) -> None:
         expand_swa_index(zeros(1, 4), 1)
     elif op == Op.DECODE_SWA_INDEX:
         get_kv_swa_index_decode(zeros(1, 2), 1, block_size)
+    elif op == Op.EXPAND_LOAD_PLAN:
+        expand_load_plan(zeros(1, 5), zeros(1, 1), block_size, 1)

@@ -71,6 +71,7 @@ BACKEND = Backend(
         Op.INDEX_CAT: f"{_MODULE}.index:bind_index_cat",
         Op.EXPAND_SWA_INDEX: f"{_MODULE}.index:bind_expand_swa_index",
         Op.DECODE_SWA_INDEX: f"{_MODULE}.index:bind_decode_swa_index",
+        Op.EXPAND_LOAD_PLAN: f"{_MODULE}.plan:bind_expand_load_plan",
         Op.FUSED_STORE: f"{_MODULE}.fused:bind_fused_store",
     },
 )

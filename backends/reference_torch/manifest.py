@@ -42,6 +42,7 @@ BACKEND = Backend(
         Op.INDEX_CAT: f"{_PACKAGE}.index:bind_index_cat",
         Op.EXPAND_SWA_INDEX: f"{_PACKAGE}.index:bind_expand_swa_index",
         Op.DECODE_SWA_INDEX: f"{_PACKAGE}.index:bind_decode_swa_index",
+        Op.EXPAND_LOAD_PLAN: f"{_PACKAGE}.plan:bind_expand_load_plan",
         Op.FUSED_STORE: f"{_PACKAGE}.fused:bind_fused_store",
     },
 )

@@ -91,3 +91,28 @@ def check_windows(windows: torch.Tensor, window_size: int, swa_block_size: int) 
 def check_positions(positions: torch.Tensor, max_position: int) -> None:
     """Positions lie in the cos/sin cache."""
     _check("positions", positions, (positions < 0) | (positions >= max_position), f"0 <= position < {max_position}")
+
+
+def check_spans(spans: torch.Tensor, tables: torch.Tensor, block_size: int, num_segments: int) -> None:
+    """Spans follow each other, fill the plan, and lie in their tables, whose ids there are blocks."""
+    first, row, table_row, begin, end = spans.long().unbind(1)
+    rows, width = tables.shape
+    past = torch.where(end > begin, -(-end // block_size), begin // block_size)
+    behind = first + past - begin // block_size
+    follow = torch.cat((first[1:], first.new_tensor([num_segments])))
+    paged = table_row >= 0
+    bad = (begin < 0) | (begin > end) | (row < 0) | (row + end - begin >= 2**31) | (behind != follow)
+    bad |= (table_row >= rows) | (paged & (end > begin) & (past > width))
+    bad[:1] |= first[:1] != 0
+    need = "(first_segment, first_row, table_row, begin, end): first_segment from 0 on where the span before ends, the last"
+    need += f" span ends at {num_segments}; 0 <= begin <= end, in the {width} blocks of a table_row < {rows} or -1 for zeros"
+    _check("spans", spans, bad, need)
+    if not width or not spans.shape[0]:
+        return
+    column = torch.arange(width, device=tables.device)
+    used = paged & (end > begin)
+    within = used[:, None] & (column >= (begin // block_size)[:, None]) & (column < past[:, None])
+    index = _first(within & (tables[table_row.clamp(min=0)] < 0))
+    if index is not None:
+        place = (int(table_row[index[0]]), index[1])
+        _fail("block_tables", place, int(tables[place]), "a block id >= 0: a span reaches it")

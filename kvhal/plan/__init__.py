@@ -2,10 +2,11 @@
 
 Every function takes a whole batch at once and works in numpy without a Python loop per token, block or sequence. Batch
 arguments are numpy arrays, torch CPU tensors or plain sequences of integers; results are torch CPU tensors, ready to be
-copied to the device. Everywhere ``b`` is the number of sequences, ``seqlens_k[i]`` counts the tokens of sequence i
-including the chunk being processed, ``seqlens_q[i]`` counts the tokens of that chunk, and chunk tokens of all sequences
-are concatenated in batch order (token j of sequence i is row ``cu_seqlens_q[i] + j``, at position
-``seqlens_k[i] - seqlens_q[i] + j`` of its sequence).
+copied to the device. Given a `device`, the builders of load plans leave theirs there, and a block table is read there.
+Everywhere ``b`` is the number of sequences, ``seqlens_k[i]`` counts the tokens of sequence i including the chunk being
+processed, ``seqlens_q[i]`` counts the tokens of that chunk, and chunk tokens of all sequences are concatenated in batch
+order (token j of sequence i is row ``cu_seqlens_q[i] + j``, at position ``seqlens_k[i] - seqlens_q[i] + j`` of its
+sequence).
 
 A wrong argument raises ``TypeError`` (not integers) or ``ValueError`` (everything else); the message names the
 argument, what it has and what it needs.

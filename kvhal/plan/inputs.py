@@ -54,6 +54,27 @@ def block_table(name: str, values: IntTable, rows: int) -> npt.NDArray[np.intege
     return array
 
 
+def device_table(name: str, values: object, rows: int, device: torch.device) -> torch.Tensor:
+    """`values` as it is: an int32 tensor [rows, width] on `device`. Its ids are not looked at: that would wait."""
+    way_out = "or leave device out and send the plan there with .to()"
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"{name} is a {type(values).__name__}, needs an int32 tensor on {device}; make it one, {way_out}")
+    if values.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {values.dtype}, needs torch.int32 to be expanded on {device}")
+    if values.device.type != device.type or device.index not in (None, values.device.index):
+        raise ValueError(f"{name} is on {values.device}, needs {device}, where the plan is to be; move it, {way_out}")
+    if values.dim() != 2 or values.shape[0] != rows:
+        shape = tuple(values.shape)
+        raise ValueError(f"{name} has shape {shape}, needs one row of block ids per sequence: [{rows}, width]")
+    return values
+
+
+def check_total(rows: int) -> None:
+    """Rows of a plan are numbered in int32."""
+    if rows > INT32_MAX:
+        raise ValueError(f"the plan has {rows} rows, needs at most {INT32_MAX} for int32 offsets; split the batch")
+
+
 def chunk_lengths(seqlens_k: IntVector, seqlens_q: IntVector) -> tuple[Ints, Ints]:
     """Both lengths as int64 [b], with 0 <= seqlens_q <= seqlens_k and a total that int32 row numbers can address."""
     k = vector("seqlens_k", seqlens_k)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvhal.plan import inputs
+from kvhal.plan.device import expand_compressed, send
 from kvhal.plan.inputs import Ints, IntTable, IntVector
 
 Segments = npt.NDArray[np.int32]
@@ -28,10 +29,14 @@ class LoadPlan:
     total_k: int
 
     def to(self, device: torch.device | str) -> Self:
-        """The same plan with its tensors on `device`, copied without waiting where the source memory allows it."""
+        """The same plan with its tensors on `device`; from the host to an accelerator nothing waits for the copy.
+
+        Raises CaptureError while a graph is being captured.
+        """
+        target = torch.device(device)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        moved: dict[str, Any] = {name: send(tensor, target) for name, tensor in tensors.items()}
         return dataclasses.replace(self, **moved)
 
 
@@ -113,7 +118,7 @@ class BlockLoadPlanBuilder:
 
 
 def build_compressed_load_plan(
-    seqlens_k: IntVector, block_tables: IntTable, *, block_size: int, ratio: int
+    seqlens_k: IntVector, block_tables: IntTable, *, block_size: int, ratio: int, device: torch.device | str | None = None
 ) -> CompressedLoadPlan:
     """Loads every complete compressed token of each sequence, sequences one after another.
 
@@ -124,10 +129,16 @@ def build_compressed_load_plan(
     seqlens_k: [b] source tokens. block_tables: [b, width] block ids, any row stride; entries past a sequence's range
         are not looked at. block_size: source tokens a block stands for, a multiple of `ratio`; the compressed cache
         holds ``block_size // ratio`` tokens a block. ratio: source tokens per compressed token; 1 gives a plain plan.
-    Raises ValueError if a sequence needs more blocks than its table has, or a block id in its range is negative.
+    device: None makes the plan on the host. A device makes the same plan there, where `block_tables`, int32, must be: a
+        few numbers a sequence go there, one kernel (`kvhal.expand_load_plan`) does the rest, and the host does not wait.
+    Raises ValueError if a sequence needs more blocks than its table has, or a block id in its range is negative. With a
+    device lengths, widths, shape, dtype and device are checked, but ids only in strict mode (InvalidMetadata, and a wait):
+    otherwise an id that is no block goes into the plan, and loads read it as zeros. CaptureError while a graph is captured.
     """
     size, ratio = inputs.compressed_block_size(block_size, ratio), inputs.scalar("ratio", ratio)
     tokens = inputs.vector("seqlens_k", seqlens_k) // ratio
+    if device is not None:
+        return CompressedLoadPlan(*expand_compressed(tokens, block_tables, size, ratio, torch.device(device)))
     table = inputs.block_table("block_tables", block_tables, len(tokens))
     begins = np.zeros_like(tokens)
     inputs.check_table_width("block_tables", table.shape[1], begins, tokens, size, ratio)
@@ -156,6 +167,7 @@ def build_swa_load_plan(
     window_size: int,
     swa_block_size: int,
     swa_valid_starts: IntVector | None = None,
+    device: torch.device | str | None = None,
 ) -> LoadPlan:
     """Loads the window of tokens before each chunk from the ring cache, oldest first, `window_size` rows a sequence.
 
@@ -165,7 +177,8 @@ def build_swa_load_plan(
 
     seqlens_k, seqlens_q: [b]. state_ids: [b] the ring block of each sequence; -1 only where nothing is read.
     swa_block_size: tokens a ring block holds, >= window_size. swa_valid_starts: [b] first position whose record is in
-        the ring, default 0.
+        the ring, default 0. device: where the plan's tensors are to be, None for the host. The few segments are made on
+        the host and go there without a wait (CaptureError while a graph is captured).
     """
     window, ring = inputs.ring_window(window_size, swa_block_size)
     k, q = inputs.chunk_lengths(seqlens_k, seqlens_q)
@@ -182,7 +195,8 @@ def build_swa_load_plan(
         np.stack([zero, first, zero], axis=1).ravel(),
         np.stack([padding, split, first + length - split], axis=1).ravel(),
     )
-    return LoadPlan(torch.from_numpy(segments), _set_offsets(segments, 0))
+    plan = LoadPlan(torch.from_numpy(segments), _set_offsets(segments, 0))
+    return plan if device is None else plan.to(device)
 
 
 def _range(begin_name: str, begin: int, end_name: str, end: int, high: int) -> tuple[int, int]:
@@ -222,8 +236,7 @@ def _set_offsets(segments: Segments, first_row: int) -> int:
     """Fill in the destinations, each where the previous segment ended; returns the total number of rows."""
     lengths = segments[:, 2] - segments[:, 1]
     total = first_row + int(lengths.sum(dtype=np.int64))
-    if total > inputs.INT32_MAX:
-        raise ValueError(f"the plan has {total} rows, needs at most {inputs.INT32_MAX} for int32 offsets; split the batch")
+    inputs.check_total(total)
     segments[:1, 3] = 0
     np.cumsum(lengths[:-1], dtype=np.int32, out=segments[1:, 3])
     if first_row:

@@ -30,7 +30,7 @@ from kvhal.testing.compare import Difference, differ, report, tensor_bytes
 from kvhal.testing.duplicates import accept_any_writer
 from kvhal.testing.formats import CONFORMANCE_FORMATS
 from kvhal.testing.fused_cases import fused_cases
-from kvhal.testing.index_cases import convert_cases, decode_cases, expand_cases, index_cat_cases
+from kvhal.testing.index_cases import convert_cases, decode_cases, expand_cases, index_cat_cases, plan_cases
 
 REFERENCE = "reference_torch"
 Profile = Literal["quick", "full"]
@@ -47,6 +47,7 @@ _INDEX_CASES: dict[Op, Callable[[], list[Case]]] = {
     Op.INDEX_CAT: index_cat_cases,
     Op.EXPAND_SWA_INDEX: expand_cases,
     Op.DECODE_SWA_INDEX: decode_cases,
+    Op.EXPAND_LOAD_PLAN: plan_cases,
 }
 
 

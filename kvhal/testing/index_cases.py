@@ -170,3 +170,51 @@ def _decode(rows: int, window: int, ring: int, *, out: bool) -> Make:
         }
 
     return make
+
+
+def plan_cases() -> list[Case]:
+    """Cases of `expand_load_plan`."""
+
+    def case(name: str, *arguments: Any, **more: Any) -> Case:
+        return Case(Op.EXPAND_LOAD_PLAN, None, name, _plan(*arguments, **more))
+
+    return [
+        *(case(f"hostile-b{size}", size, 24, 5, out=size % 2 == 1) for size in (1, 3, 16, 48, 64, 133, INT32_MAX)),
+        case("one-span", 16, 1, 9, out=False),
+        case("many-spans", 4, 300, 3, out=True),
+        case("no-table", 16, 7, 0, out=False),
+        case("no-spans", 16, 0, 4, out=True),
+        case("no-segments", 16, 3, 4, out=False, segments=0),
+    ]
+
+
+def _plan(size: int, count: int, width: int, *, out: bool, segments: int | None = None) -> Make:
+    """Spans in order, some without segments and some with gaps behind them, and every other field hostile in some."""
+
+    def make(maker: Maker) -> dict[str, Any]:
+        rng = maker.rng
+        rows = count // 2 + 1
+        begin = rng.integers(0, min(size * 2, INT32_MAX), count)
+        end = np.minimum(begin + rng.integers(0, min(size * 4, INT32_MAX), count), INT32_MAX)
+        needed = np.where(end > begin, -(-end // size) - begin // size, 0) + (rng.random(count) < 0.2)
+        first = np.cumsum(needed) - needed + (2 if count > 3 else 0)
+        spans = np.stack([first, rng.integers(0, 9000, count), rng.integers(-1, rows + 1, count), begin, end], axis=1)
+        for column in range(1, 5) if count > 3 else ():
+            bad = [-1, -5, INT32_MIN, INT32_MAX, INT32_MAX - 1, rows, size - 1, 0]
+            for row, value in zip(rng.permutation(count)[: count // 6], rng.permutation(bad), strict=False):
+                spans[row, column] = value
+        if count > 3:
+            spans[0, 0] = INT32_MIN  # its segments were long ago
+            spans[-1, 0] = INT32_MAX
+        tables = rng.integers(0, 90, (rows, width))
+        _sprinkle(rng, tables, [-1, -7, INT32_MIN, INT32_MAX])
+        total = int(needed.sum()) + 5 if segments is None else segments
+        return {
+            "spans": maker.place("spans", spans.astype(np.int32), skip=int(out)),
+            "block_tables": maker.place("block_tables", _narrow(tables), row_stride=width + 3 if out else None, skip=int(out)),
+            "block_size": size,
+            "num_segments": total,
+            "out": maker.output("out", (total, 4), torch.int32, skip=count % 4) if out else None,
+        }
+
+    return make

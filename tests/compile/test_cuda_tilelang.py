@@ -15,7 +15,7 @@ from kvhal.testing.formats import USER_FORMATS
 pytest.importorskip("tilelang")
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 
-from kvhal.backends.cuda_tilelang import fused, index, load, store  # noqa: E402
+from kvhal.backends.cuda_tilelang import fused, index, load, plan, store  # noqa: E402
 from tests.compile.cuda_sources import Compiled, compile_sources, source_of  # noqa: E402
 
 FORMATS = {**BUILTIN_FORMATS, "MAIN_384": USER_FORMATS["MAIN_384"]}
@@ -43,7 +43,7 @@ def _slots_and_indices() -> dict[str, tuple[Any, ...]]:
     }
     for factory in (index.convert_kernel, index.cat_kernel, index.expand_kernel, index.window_kernel):
         found[factory.__name__.removesuffix("_kernel")] = (factory,)
-    return found
+    return found | {"plan": (plan.plan_kernel, 4), "plan_narrow": (plan.plan_kernel, 1)}
 
 
 def _fused() -> dict[str, tuple[Any, ...]]:
@@ -82,6 +82,9 @@ def test_kernels_compile(group: str, tmp_path: Path) -> None:
             assert triggers[0] > max(reads)
     if group == "loads":
         _check_fp8_load(compiled.ptx["load_V41_FORMAT"])
+    if group == "slots and indices":
+        stores = [re.findall(r"st\.global\.\S+", compiled.ptx[name]) for name in ("plan", "plan_narrow")]
+        assert [len(found) for found in stores] == [1, 4] and "v4" in stores[0][0], f"a segment is one access: {stores}"
     if group in ("stores", "loads"):
         _check_no_format_branch({name: text for name, text in sources.items() if name.endswith("_FORMAT")})
 

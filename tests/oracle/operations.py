@@ -185,6 +185,23 @@ def decode_index(kv_swa_index_offset_len: Any, window_size: int, swa_block_size:
     return result
 
 
+def expand_plan(spans: Any, block_tables: Any, block_size: int, num_segments: int, out: Any = None) -> torch.Tensor:
+    result = torch.empty((num_segments, 4), dtype=torch.int32) if out is None else out
+    tables, found = block_tables.tolist(), spans.tolist()
+    for segment in range(num_segments):
+        row = (-1, 0, 0, 0)
+        mine = [span for span in found if span[0] <= segment][-1:]
+        for first_segment, first_row, table_row, begin, end in mine:
+            column = begin // block_size + segment - first_segment
+            tokens = range(max(begin, column * block_size), min(end, (column + 1) * block_size))
+            if begin >= 0 and tokens.start < tokens.stop:
+                known = 0 <= table_row < len(tables) and column < len(tables[table_row])
+                ends = (tokens.start - column * block_size, tokens.stop - column * block_size)
+                row = (tables[table_row][column] if known else -1, *ends, to_int32(first_row + tokens.start - begin))
+        result[segment].copy_(torch.tensor(row, dtype=torch.int32))
+    return result
+
+
 def fused_store(
     kv: Any, cast_args: Any, norm_args: Any = None, rope_args: Any = None, hadamard_args: Any = None, out_args: Any = None
 ) -> torch.Tensor | None:
@@ -235,5 +252,6 @@ ORACLE: dict[Op, Callable[..., Any]] = {
     Op.INDEX_CAT: index_cat,
     Op.EXPAND_SWA_INDEX: expand_index,
     Op.DECODE_SWA_INDEX: decode_index,
+    Op.EXPAND_LOAD_PLAN: expand_plan,
     Op.FUSED_STORE: fused_store,
 }

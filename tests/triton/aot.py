@@ -54,7 +54,7 @@ def jobs(arch: str) -> list[Job]:
     for name in ("V41_FORMAT", "V41_FP4_FORMAT", "FP4_INDEX_KV_FORMAT"):
         found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "neox-hadamard-back")]
         found += [Job(arch, "store_kv_cache", name, "misaligned"), Job(arch, "load_kv_slots", name, "misaligned")]
-    names = ("convert_kv_index", "kv_index_cat", "expand_swa_index", "get_kv_swa_index_decode")
+    names = ("convert_kv_index", "kv_index_cat", "expand_swa_index", "get_kv_swa_index_decode", "expand_load_plan")
     return found + [Job(arch, name, None) for name in names]
 
 

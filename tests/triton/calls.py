@@ -57,7 +57,7 @@ def sweep(arch: str) -> Iterator[tuple[tuple[str, str], Callable[[], None]]]:
                     for dtype in (torch.int32, torch.int64):
                         run = partial(format_call, op, launch, layout, variant, n, 2, dtype)
                         yield (f"{op}/{name}", "alignments"), run
-    for op in (Op.CONVERT_INDEX, Op.INDEX_CAT, Op.EXPAND_SWA_INDEX, Op.DECODE_SWA_INDEX):
+    for op in (Op.CONVERT_INDEX, Op.INDEX_CAT, Op.EXPAND_SWA_INDEX, Op.DECODE_SWA_INDEX, Op.EXPAND_LOAD_PLAN):
         launch = BACKEND.bind(Request(op, None, platform, None))
         for n in range(1, 201):
             yield (str(op), "alignments"), partial(index_call, op, launch, n, 2 * n)
@@ -103,5 +103,7 @@ def index_call(op: Op, launch: Callable[..., None], n: int = 5, width: int = 100
         launch(table, table, 7, torch.zeros((n, 2 * width), dtype=torch.int32))
     elif op == Op.EXPAND_SWA_INDEX:
         launch(torch.zeros((n, 4), dtype=torch.int32), table)
+    elif op == Op.EXPAND_LOAD_PLAN:
+        launch(torch.zeros((n, 5), dtype=torch.int32), table, 64, torch.zeros((width, 4), dtype=torch.int32))
     else:
         launch(torch.zeros((n, 2), dtype=torch.int32), 64, table)

@@ -1,0 +1,73 @@
+"""Load plans: one thread a segment, which finds its span by bisection and writes its row in one access where it can."""
+
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from kvhal.backends.cuda_tilelang.build import Kernel, aligned, kernel
+from kvhal.backends.cuda_tilelang.index import table
+from kvhal.interface import Launcher, Request
+
+THREADS = 128
+
+
+def bind_expand_load_plan(request: Request) -> Launcher:
+    """``launch(spans, block_tables, block_size, out)``, see `kvhal.interface`."""
+    built: dict[bool, Kernel] = {}
+
+    def launch(spans: torch.Tensor, block_tables: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
+        wide = aligned(out)
+        run = built.get(wide)
+        if run is None:
+            run = built[wide] = kernel(plan_kernel, 4 if wide else 1, platform=request.platform, device=out.device)
+        run(spans, block_tables, block_size, spans.shape[0].bit_length(), out)
+
+    return launch
+
+
+def plan_kernel(lanes: int) -> Any:
+    """Kernel of EXPAND_LOAD_PLAN; `lanes` entries of a segment are written at once."""
+    n, rows, width, count = T.dynamic("n"), T.dynamic("rows"), T.dynamic("width"), T.dynamic("count")
+
+    @T.prim_func
+    def plan(
+        spans: T.Tensor((n, 5), "int32"),
+        block_tables: table(rows, width, "tables"),
+        block_size: T.int32,
+        bits: T.int32,
+        out: T.Tensor((count, 4), "int32"),
+    ):
+        with T.Kernel(T.ceildiv(count, THREADS), threads=THREADS) as part:
+            T.pdl_sync()
+            segment = part * THREADS + T.get_thread_binding()
+            if segment < count:
+                result = T.alloc_local((4,), "int32")
+                for field in T.serial(4):
+                    result[field] = T.if_then_else(field == 0, -1, 0)
+                before = T.alloc_var("int64", init=0)  # spans known to begin at or before the segment
+                for bit in T.serial(bits):
+                    probe = T.alloc_var("int64", init=before + (T.int64(1) << T.cast(bits - 1 - bit, "int64")))
+                    if probe <= n:
+                        if spans[probe - 1, 0] <= segment:
+                            before = probe
+                if before > 0:
+                    begin = T.alloc_var("int32", init=spans[before - 1, 3])
+                    column = T.alloc_var("int64", init=T.cast(segment, "int64") - spans[before - 1, 0])
+                    column = column + T.truncdiv(T.max(begin, 0), block_size)
+                    start = T.alloc_var("int64", init=column * block_size)
+                    src_begin = T.alloc_var("int64", init=T.max(begin - start, 0))
+                    src_end = T.alloc_var("int64", init=T.min(spans[before - 1, 4] - start, T.cast(block_size, "int64")))
+                    if (begin >= 0) & (src_begin < src_end):
+                        row = T.alloc_var("int32", init=spans[before - 1, 2])
+                        if (row >= 0) & (row < rows) & (column < width):
+                            result[0] = block_tables[row, column]
+                        result[1] = T.cast(src_begin, "int32")
+                        result[2] = T.cast(src_end, "int32")
+                        moved = T.cast(spans[before - 1, 1], "int64") + T.max(start - begin, 0)
+                        result[3] = T.cast(moved, "int32")
+                for quarter in T.serial(4 // lanes):
+                    for lane in T.vectorized(lanes):
+                        out[segment, quarter * lanes + lane] = result[quarter * lanes + lane]
+
+    return plan

@@ -1,0 +1,85 @@
+"""Load plans where their block tables live: a few numbers a sequence become segments in one launch."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.compiler import is_compiling
+
+from kvhal.binding import bound
+from kvhal.config import current
+from kvhal.interface import Op
+from kvhal.ops import strict
+from kvhal.ops.checks import check_contiguous, check_int, check_rows, check_same_device, check_tensor, reject
+from kvhal.ops.repeated import call_key, remember, repeated
+
+INT32 = (torch.int32,)
+
+
+def expand_load_plan(
+    spans: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    num_segments: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Cuts ranges of tokens at the boundaries of their blocks, for `load_paged_kv_cache`; no plan is made on the host.
+
+    Segment j belongs to the last span whose first_segment is at most j, and is the (j - first_segment)-th block of its
+    range. `kvhal.plan` makes spans out of lengths.
+
+    Args:
+        spans: int32 ``[n, 5]``, rows (first_segment, first_row, table_row, begin, end) in ascending order of first_segment:
+            tokens [begin, end) of the sequence in that row of `block_tables` go to output rows first_row, first_row + 1, ...
+            A row that `block_tables` has not, such as -1, makes them zeros. Spans that are not in order give segments of
+            any of them.
+        block_tables: int32 ``[rows, width]``, block ids; any row stride. Ids are passed on as they are.
+        block_size: tokens a block.
+        num_segments: rows of the result.
+        out: int32 ``[num_segments, 4]``, contiguous, None allocates.
+
+    Returns:
+        int32 ``[num_segments, 4]``, rows ``[src_block, src_begin, src_end, dst_offset]``. src_block is -1 past the width of
+        the table. A segment before the first span, behind its span's range or of a range that begins below 0 is
+        ``[-1, 0, 0, 0]``, which loads nothing.
+
+    Raises:
+        ValueError: a dtype, shape, stride or device does not fit; nothing was written.
+        InvalidMetadata: strict mode, spans that do not follow each other, or a range that reaches past its table or an id
+            below 0.
+        UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
+    """
+    if is_compiling():
+        from kvhal import library
+
+        return library.expand_load_plan(spans, block_tables, block_size, num_segments, out)
+    scope = current()
+    plain = type(block_size) is type(num_segments) is int
+    key = call_key(Op.EXPAND_LOAD_PLAN, (block_size, num_segments), spans, block_tables, out) if plain else None
+    launch = repeated(scope, key)
+    if launch is not None:
+        launch(spans, block_tables, block_size, out)
+        return cast(torch.Tensor, out)
+    check_tensor("spans", spans, INT32, rank=2)
+    check_rows("spans", spans, columns=5)
+    check_contiguous("spans", spans)
+    check_tensor("block_tables", block_tables, INT32, rank=2)
+    check_rows("block_tables", block_tables)
+    block_size = check_int("block_size", block_size, 1)
+    num_segments = check_int("num_segments", num_segments, 0)
+    if out is None:
+        out = torch.empty((num_segments, 4), dtype=torch.int32, device=spans.device)
+    check_tensor("out", out, INT32, rank=2)
+    if tuple(out.shape) != (num_segments, 4):
+        reject("out", f"shape {tuple(out.shape)}", f"({num_segments}, 4)")
+    check_contiguous("out", out, written=True)
+    check_same_device(spans.device, "spans", block_tables=block_tables, out=out)
+    if num_segments == 0:
+        return out
+    if scope.policy.strict:
+        strict.check_spans(spans, block_tables, block_size, num_segments)
+    launch = bound(scope, Op.EXPAND_LOAD_PLAN, None, None, None, spans.device)
+    launch(spans, block_tables, block_size, out)
+    remember(scope, key, launch)
+    return out
