@@ -34,7 +34,7 @@ def check(request: Request) -> tuple[()]:
 
 def bind(request: Request) -> Launcher:
     """A launcher that takes what the operation's takes and does nothing."""
-    if request.op in (Op.LOAD, Op.CONVERT_INDEX, Op.INDEX_CAT):
+    if request.op in (Op.LOAD, Op.CONVERT_INDEX, Op.INDEX_CAT, Op.EXPAND_LOAD_PLAN):
         return (lambda a, b, c, d, e: None) if request.op == Op.LOAD else (lambda a, b, c, d: None)
     if request.op == Op.FUSED_STORE:
         return lambda a, b, c, d, e, f, g: None
@@ -117,7 +117,7 @@ def index_calls() -> list[Call]:
     """One of each operation on indices, outputs given."""
     ops = torch.ops.kvhal
     topk, table = torch.zeros((2, 1, 8), dtype=torch.int32), torch.zeros((2, BLOCKS), dtype=torch.int32)
-    lens, four, two = (torch.zeros((2, n), dtype=torch.int32) for n in (1, 4, 2))
+    lens, four, two, spans = (torch.zeros((2, n), dtype=torch.int32) for n in (1, 4, 2, 5))
     wide, wider = torch.zeros((2, 8), dtype=torch.int32), torch.zeros((2, 12), dtype=torch.int32)
     return [
         Call(
@@ -143,6 +143,12 @@ def index_calls() -> list[Call]:
             lambda: kvhal.get_kv_swa_index_decode(two, 8, 16, wide),
             lambda: ops.get_kv_swa_index_decode(two, 16, wide),
             launcher(Op.DECODE_SWA_INDEX, None, two, 16, wide),
+        ),
+        Call(
+            "expand_load_plan",
+            lambda: kvhal.expand_load_plan(spans, table, BLOCK_SIZE, 2, four),
+            lambda: ops.expand_load_plan(spans, table, BLOCK_SIZE, four),
+            launcher(Op.EXPAND_LOAD_PLAN, None, spans, table, BLOCK_SIZE, four),
         ),
     ]
 

@@ -88,4 +88,5 @@ def _warm_index(op: Op, block_size: int, device: torch.device) -> None:
     elif op == Op.DECODE_SWA_INDEX:
         get_kv_swa_index_decode(zeros(1, 2), 1, block_size)
     elif op == Op.EXPAND_LOAD_PLAN:
-        expand_load_plan(zeros(1, 5), zeros(1, 1), block_size, 1)
+        spans = torch.tensor([[0, 0, 0, 0, 1]], dtype=torch.int32, device=device)
+        expand_load_plan(spans, zeros(1, 1), block_size, 1)

@@ -33,7 +33,7 @@ def plan_kernel() -> Any:
                     before = T.alloc_var("int64", init=T.int64(0))  # spans known to begin at or before the segment
                     for bit in T.serial(bits):
                         probe = pinned(before + (T.int64(1) << wide(bits - 1 - bit)), "int64")
-                        if probe <= wide(n):
+                        if probe <= wide(n):  # noqa: SIM102  read only what is there
                             if wide(spans[probe - 1, 0]) <= segment:
                                 before = probe
                     block = T.alloc_var("int32", init=-1)

@@ -48,7 +48,7 @@ def plan_kernel(lanes: int) -> Any:
                 before = T.alloc_var("int64", init=0)  # spans known to begin at or before the segment
                 for bit in T.serial(bits):
                     probe = T.alloc_var("int64", init=before + (T.int64(1) << T.cast(bits - 1 - bit, "int64")))
-                    if probe <= n:
+                    if probe <= n:  # noqa: SIM102  read only what is there
                         if spans[probe - 1, 0] <= segment:
                             before = probe
                 if before > 0:

@@ -13,6 +13,7 @@ from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, Op
 from kvhal.layout import alloc_kv_cache
 from kvhal.ops import (
     convert_kv_index,
+    expand_load_plan,
     expand_swa_index,
     fused_norm_rope_hadamard_cast_store_kvcache,
     get_kv_swa_index_decode,
@@ -28,6 +29,7 @@ PATTERNS = ("consecutive", "pages", "random")
 ROPE_DIM = 64
 TOP_K = 2048
 WINDOW = 512
+PLAN_BLOCKS = 2048  #: blocks of a sequence that is planned: 131,072 tokens in blocks of 64
 FILL_BYTES = 1 << 26  #: random bytes made at a time
 
 
@@ -186,6 +188,18 @@ def _decode(entries: int, _: int, random: torch.Generator, device: torch.device)
     return Work(lambda: get_kv_swa_index_decode(windows, WINDOW, WINDOW, out), out.numel() * 4 + windows.numel() * 4, (out,))
 
 
+def _expand_plan(segments: int, block_size: int, random: torch.Generator, device: torch.device) -> Work:
+    """Whole sequences, as `kvhal.plan` makes spans of them."""
+    count = -(-segments // PLAN_BLOCKS)
+    tables = _integers((count, PLAN_BLOCKS), 1 << 20, random, device)
+    sequence = torch.arange(count, dtype=torch.int32, device=device)
+    first, tokens = sequence * PLAN_BLOCKS, torch.full_like(sequence, PLAN_BLOCKS * block_size)
+    spans = torch.stack((first, first * block_size, sequence, torch.zeros_like(first), tokens), 1)
+    out = torch.empty((count * PLAN_BLOCKS, 4), dtype=torch.int32, device=device)
+    moved = (out.numel() + tables.numel() + spans.numel()) * 4
+    return Work(lambda: expand_load_plan(spans, tables, block_size, out.shape[0], out), moved, (out,))
+
+
 _FORMAT_WORK: dict[Op, Callable[..., Work]] = {
     Op.STORE: _store,
     Op.LOAD: _load,
@@ -197,4 +211,5 @@ _INDEX_WORK: dict[Op, Callable[..., Work]] = {
     Op.INDEX_CAT: _cat,
     Op.EXPAND_SWA_INDEX: _expand,
     Op.DECODE_SWA_INDEX: _decode,
+    Op.EXPAND_LOAD_PLAN: _expand_plan,
 }

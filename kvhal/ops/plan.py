@@ -61,19 +61,10 @@ def expand_load_plan(
     if launch is not None:
         launch(spans, block_tables, block_size, out)
         return cast(torch.Tensor, out)
-    check_tensor("spans", spans, INT32, rank=2)
-    check_rows("spans", spans, columns=5)
-    check_contiguous("spans", spans)
-    check_tensor("block_tables", block_tables, INT32, rank=2)
-    check_rows("block_tables", block_tables)
     block_size = check_int("block_size", block_size, 1)
     num_segments = check_int("num_segments", num_segments, 0)
-    if out is None:
-        out = torch.empty((num_segments, 4), dtype=torch.int32, device=spans.device)
-    check_tensor("out", out, INT32, rank=2)
-    if tuple(out.shape) != (num_segments, 4):
-        reject("out", f"shape {tuple(out.shape)}", f"({num_segments}, 4)")
-    check_contiguous("out", out, written=True)
+    _check_inputs(spans, block_tables)
+    out = _output(out, num_segments, spans.device)
     check_same_device(spans.device, "spans", block_tables=block_tables, out=out)
     if num_segments == 0:
         return out
@@ -82,4 +73,22 @@ def expand_load_plan(
     launch = bound(scope, Op.EXPAND_LOAD_PLAN, None, None, None, spans.device)
     launch(spans, block_tables, block_size, out)
     remember(scope, key, launch)
+    return out
+
+
+def _check_inputs(spans: torch.Tensor, block_tables: torch.Tensor) -> None:
+    check_tensor("spans", spans, INT32, rank=2)
+    check_rows("spans", spans, columns=5)
+    check_contiguous("spans", spans)
+    check_tensor("block_tables", block_tables, INT32, rank=2)
+    check_rows("block_tables", block_tables)
+
+
+def _output(out: torch.Tensor | None, num_segments: int, device: torch.device) -> torch.Tensor:
+    if out is None:
+        return torch.empty((num_segments, 4), dtype=torch.int32, device=device)
+    check_tensor("out", out, INT32, rank=2)
+    if tuple(out.shape) != (num_segments, 4):
+        reject("out", f"shape {tuple(out.shape)}", f"({num_segments}, 4)")
+    check_contiguous("out", out, written=True)
     return out

@@ -47,6 +47,8 @@ FAULTS = [
     Fault("slot out of range", Op.LOAD_SLOTS, CAPACITY, "true"),
     Fault("entry behind the context", Op.CONVERT_INDEX, r"\(entry < ", "(entry <= "),
     Fault("column behind the table", Op.CONVERT_INDEX, r"column < \(\(int64_t\)width\)", "true"),
+    Fault("segment behind the plan", Op.EXPAND_LOAD_PLAN, r"segment < \(\(int64_t\)count\)", "true"),
+    Fault("column behind the table of a plan", Op.EXPAND_LOAD_PLAN, r"column < \(\(int64_t\)width\)", "true"),
     Fault("column off by one", Op.EXPAND_SWA_INDEX, r"(int64_t behind = \w+)", r"\1 + 1"),
 ]
 

@@ -120,6 +120,17 @@ def _decode(maker: Maker, layout: KVCacheFormat) -> dict[str, Any]:
     }
 
 
+def _expand_plan(maker: Maker, layout: KVCacheFormat) -> dict[str, Any]:
+    spans = np.array([[0, 0, 1, 2, 9], [3, 7, -1, 0, 1], [4, 8, 0, 4, 6]], np.int32)
+    return {
+        "spans": maker.place("spans", spans),
+        "block_tables": maker.place("block_tables", np.array([[5, 1, -1], [0, 3, 2]], np.int32)),
+        "block_size": 4,
+        "num_segments": 5,
+        "out": maker.output("out", (5, 4), torch.int32),
+    }
+
+
 MAKE: dict[Op, Callable[[Maker, KVCacheFormat], dict[str, Any]]] = {
     Op.STORE: _store,
     Op.LOAD: _load,
@@ -129,4 +140,5 @@ MAKE: dict[Op, Callable[[Maker, KVCacheFormat], dict[str, Any]]] = {
     Op.INDEX_CAT: _cat,
     Op.EXPAND_SWA_INDEX: _expand,
     Op.DECODE_SWA_INDEX: _decode,
+    Op.EXPAND_LOAD_PLAN: _expand_plan,
 }

@@ -43,6 +43,7 @@ EMPTY: dict[str, tuple[Op, Any]] = {
         Op.DECODE_SWA_INDEX,
         lambda c: {"kv_swa_index_offset_len": c["kv_swa_index_offset_len"][:0], "out": c["out"][:0]},
     ),
+    "plan-no-segment": (Op.EXPAND_LOAD_PLAN, lambda c: {"num_segments": 0, "out": c["out"][:0]}),
     "decode-no-column": (Op.DECODE_SWA_INDEX, lambda c: {"window_size": 0, "out": c["out"][:, :0]}),
 }
 

@@ -137,6 +137,8 @@ INPUTS = [
     (Op.INDEX_CAT, "right"),
     (Op.EXPAND_SWA_INDEX, "pivots"),
     (Op.DECODE_SWA_INDEX, "kv_swa_index_offset_len"),
+    (Op.EXPAND_LOAD_PLAN, "spans"),
+    (Op.EXPAND_LOAD_PLAN, "block_tables"),
 ]
 
 
@@ -144,9 +146,11 @@ INPUTS = [
 def test_inputs(op: Op, name: str) -> None:
     refuse(good(op), spoil(name, "dtype"), ValueError, f"{name}: has dtype torch.int64, needs torch.int32")
     refuse(good(op), spoil(name, "rank"), ValueError, f"{name}: has shape", "needs 2 dimensions")
-    refuse(good(op), spoil(name, "stride"), ValueError, f"{name}: has strides (1, 2)", "contiguous")
+    rows = 3 if name == "spans" else 2
+    refuse(good(op), spoil(name, "stride"), ValueError, f"{name}: has strides (1, {rows})", "contiguous")
     text = "right: has device cpu, needs meta, where left is" if name == "left" else f"{name}: has device meta, needs cpu"
-    text = text if op == Op.INDEX_CAT else "out: has device cpu, needs meta"
+    text = "block_tables: has device cpu, needs meta, where spans is" if name == "spans" else text
+    text = text if op in (Op.INDEX_CAT, Op.EXPAND_LOAD_PLAN) else "out: has device cpu, needs meta"
     refuse(good(op), spoil(name, "device"), ValueError, text)
 
 
@@ -161,6 +165,17 @@ VALUES: list[tuple[Op, Change, type[Exception], str]] = [
     (Op.EXPAND_SWA_INDEX, swap("width", "6"), TypeError, "width: has '6', needs an int"),
     (Op.DECODE_SWA_INDEX, swap("window_size", -1), ValueError, "window_size: has -1, needs 0 <= window_size"),
     (Op.DECODE_SWA_INDEX, swap("swa_block_size", 0), ValueError, "swa_block_size: has 0, needs 1 <= swa_block_size"),
+    (Op.EXPAND_LOAD_PLAN, lambda c: {"spans": c["spans"][:, :4]}, ValueError, "spans: has shape (3, 4), needs 5 columns"),
+    (Op.EXPAND_LOAD_PLAN, swap("block_size", 0), ValueError, "block_size: has 0, needs 1 <= block_size"),
+    (Op.EXPAND_LOAD_PLAN, swap("num_segments", -1), ValueError, "num_segments: has -1, needs 0 <= num_segments"),
+    (Op.EXPAND_LOAD_PLAN, swap("num_segments", True), TypeError, "num_segments: has True, needs an int"),
+    (Op.EXPAND_LOAD_PLAN, swap("num_segments", 4), ValueError, "out: has shape (5, 4), needs (4, 4)"),
+    (
+        Op.EXPAND_LOAD_PLAN,
+        lambda c: {"out": torch.zeros((5, 5), dtype=torch.int32)[:, :4]},
+        ValueError,
+        "out: has strides (5, 1), needs a contiguous tensor; pass a slice of a contiguous buffer",
+    ),
     (
         Op.DECODE_SWA_INDEX,
         lambda c: {"kv_swa_index_offset_len": torch.zeros(2, 3, dtype=torch.int32)},

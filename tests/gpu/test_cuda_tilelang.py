@@ -12,7 +12,7 @@ import torch
 import kvhal
 from kvhal.errors import CaptureError
 from kvhal.formats import BUILTIN_FORMATS, SUPPORTED_KV_CACHE_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
-from kvhal.interface import CastArgs, KVCacheOutArgs, NormArgs, Op, RopeArgs
+from kvhal.interface import FORMAT_OPS, CastArgs, KVCacheOutArgs, NormArgs, Op, RopeArgs
 from kvhal.layout import alloc_kv_cache, split_kv_cache
 from kvhal.numerics import dequantize, quantize, round_bf16, widen
 from kvhal.stages import rms_norm, rope
@@ -47,7 +47,7 @@ def stored(rows: torch.Tensor, layout: KVCacheFormat) -> tuple[torch.Tensor, tor
 #: one case that reaches each kernel; also what compute-sanitizer runs
 EACH = [
     *((op, layout) for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE) for layout in BUILTIN_FORMATS.values()),
-    *((op, None) for op in (Op.CONVERT_INDEX, Op.INDEX_CAT, Op.EXPAND_SWA_INDEX, Op.DECODE_SWA_INDEX)),
+    *((op, None) for op in Op if op not in FORMAT_OPS),
 ]
 
 

@@ -149,18 +149,20 @@ def test_captured_index_operations() -> None:
     lens = torch.randint(0, 64, (4, 8), device="cuda", dtype=torch.int32)
     pivots = torch.randint(-2, 9, (50, 4), device="cuda", dtype=torch.int32)
     outs = [torch.empty(50, 16, device="cuda", dtype=torch.int32) for _ in range(3)]
+    outs.append(torch.empty(40, 4, device="cuda", dtype=torch.int32))
 
     def launch(topk: Any, tables: Any, lens: Any, pivots: Any, outs: Any) -> None:
         bind(Op.CONVERT_INDEX)(topk, tables, lens, 16)
         bind(Op.EXPAND_SWA_INDEX)(pivots, outs[0])
         bind(Op.DECODE_SWA_INDEX)(pivots[:, :2].contiguous(), 8, outs[1])
         bind(Op.INDEX_CAT)(outs[0][:, :8], outs[1][:, :8], 5, outs[2])
+        bind(Op.EXPAND_LOAD_PLAN)(pivots.view(40, 5).abs().cumsum(0, dtype=torch.int32), tables, 4, outs[3])
 
     def change() -> None:
         topk.copy_(given)
 
     replay(lambda: launch(topk, tables, lens, pivots, outs), change)
-    wanted = [torch.empty(50, 16, dtype=torch.int32) for _ in range(3)]
+    wanted = [torch.empty(50, 16, dtype=torch.int32) for _ in range(3)] + [torch.empty(40, 4, dtype=torch.int32)]
     given = given.cpu()
     launch(given, tables.cpu(), lens.cpu(), pivots.cpu(), wanted)
     assert same(topk, given) and all(same(got, want) for got, want in zip(outs, wanted, strict=True))

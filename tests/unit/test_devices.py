@@ -50,6 +50,7 @@ MIXED: dict[str, Callable[[], Any]] = {
     "right": lambda: kvhal.kv_index_cat(ints(1, 2), ints(1, 2, device=META), 0, 0),
     "out of expand_swa_index": lambda: kvhal.expand_swa_index(ints(1, 4), 2, ints(1, 2, device=META)),
     "out of the window": lambda: kvhal.get_kv_swa_index_decode(ints(1, 2), 2, 4, ints(1, 2, device=META)),
+    "block_tables of a plan": lambda: kvhal.expand_load_plan(ints(1, 5), ints(1, 2, device=META), 4, 2),
     "out_args.kv_cache": lambda: fused(rows(), out_args=kvhal.KVCacheOutArgs(cache(META), ints(2), LAYOUT)),
     "norm_args.weight": lambda: fused(rows(), norm_args=kvhal.NormArgs(torch.ones(512, device=META))),
     "rope_args.positions": lambda: fused(rows(), rope_args=kvhal.RopeArgs(ints(2, device=META), torch.ones(4, 64), 64)),

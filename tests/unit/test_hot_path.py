@@ -48,6 +48,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "cat": lambda: kvhal.kv_index_cat(ints(2, 3), ints(2, 1), 4, 5, ints(2, 4)),
     "expand": lambda: kvhal.expand_swa_index(torch.tensor([[5, 2, 8, 1]], dtype=torch.int32), 4, ints(1, 4)),
     "decode": lambda: kvhal.get_kv_swa_index_decode(torch.tensor([[6, 3]], dtype=torch.int32), 4, 8, ints(1, 4)),
+    "expand_plan": lambda: kvhal.expand_load_plan(ints(1, 5), ints(1, 1), 4, 1, ints(1, 4)),
     "fused": lambda: fused(rows(), torch.ones(512)),
 }
 
@@ -67,7 +68,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         monkeypatch.setattr(module, name, counting)
 
     wrap(binding, "resolve")
-    for module in ("cache", "index", "fused"):
+    for module in ("cache", "index", "fused", "plan"):
         wrap(importlib.import_module(f"kvhal.ops.{module}"), "check_tensor")
     kvhal.configure()
     yield count

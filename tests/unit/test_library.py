@@ -55,6 +55,8 @@ def test_opcheck_index_operations() -> None:
     torch.library.opcheck(OPS.expand_swa_index, (int32([3, 2, 9, 1]), torch.zeros(1, 6, dtype=torch.int32)), test_utils=CHECKS)
     windows = (int32([6, 3], [-1, 0]), 8, torch.zeros(2, 4, dtype=torch.int32))
     torch.library.opcheck(OPS.get_kv_swa_index_decode, windows, test_utils=CHECKS)
+    spans = (int32([0, 0, 0, 3, 9], [3, 6, -1, 0, 2]), int32([5, 0, 2]), 4, torch.zeros(4, 4, dtype=torch.int32))
+    torch.library.opcheck(OPS.expand_load_plan, spans, test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("layout", [kvhal.V41_FORMAT, kvhal.V41_FP4_FORMAT, kvhal.BF16_FORMAT], ids=str)
@@ -120,7 +122,8 @@ def test_compiled_index_and_fused_equal_eager() -> None:
         kvhal.convert_kv_index(topk, int32([3, 1]), int32([3]), 16)
         windows = kvhal.get_kv_swa_index_decode(int32([6, 3]), 4, 8)
         dense = kvhal.expand_swa_index(int32([0, 2, 9, 1]), 4)
-        return back, windows, kvhal.kv_index_cat(windows, dense, 3, 4), topk
+        plan = kvhal.expand_load_plan(int32([0, 0, 0, 3, 9]), int32([5, 0, 2]), 4, 3)
+        return back, windows, kvhal.kv_index_cat(windows, dense, 3, 4), plan, topk
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     slots = torch.tensor([3, -1, 17, 63, 8])

@@ -49,3 +49,4 @@ def test_index_operations() -> None:
     bind(Op.INDEX_CAT)(meta(2, 3), meta(2, 5), 7, meta(2, 8))
     bind(Op.EXPAND_SWA_INDEX)(meta(6, 4), meta(6, 10))
     bind(Op.DECODE_SWA_INDEX)(meta(6, 2), 16, meta(6, 10))
+    bind(Op.EXPAND_LOAD_PLAN)(meta(6, 5), meta(2, 7), 16, meta(10, 4))
