@@ -22,7 +22,7 @@ SOURCE = [path for path in SOURCE if not path.is_relative_to(ROOT / "kvhal" / "b
 EVERYTHING = [*SOURCE, *(p for f in ("tests", "benchmarks", "scripts") for p in sorted((ROOT / f).rglob("*.py")))]
 MAX_LINES, MAX_FUNCTION = 300, 60
 VARIABLES = {"KVHAL_CONFIG", "KVHAL_BACKEND", "KVHAL_STRICT"}
-PARTS = ("manifest", "store", "load", "index", "fused", "codec")
+PARTS = ("manifest", "store", "load", "index", "fused", "plan", "codec")
 LANGUAGES = ("triton", "tilelang", "torch_npu", "tvm", "pydantic", "typer", "rich")
 
 
