@@ -95,6 +95,8 @@ def check_positions(positions: torch.Tensor, max_position: int) -> None:
 
 def check_spans(spans: torch.Tensor, tables: torch.Tensor, block_size: int, num_segments: int) -> None:
     """Spans follow each other, fill the plan, and lie in their tables, whose ids there are blocks."""
+    if not spans.shape[0]:
+        _fail("spans", (0,), "no span", f"spans of {num_segments} segments")
     first, row, table_row, begin, end = spans.long().unbind(1)
     rows, width = tables.shape
     past = torch.where(end > begin, -(-end // block_size), begin // block_size)
@@ -107,7 +109,7 @@ def check_spans(spans: torch.Tensor, tables: torch.Tensor, block_size: int, num_
     need = "(first_segment, first_row, table_row, begin, end): first_segment from 0 on where the span before ends, the last"
     need += f" span ends at {num_segments}; 0 <= begin <= end, in the {width} blocks of a table_row < {rows} or -1 for zeros"
     _check("spans", spans, bad, need)
-    if not width or not spans.shape[0]:
+    if not tables.numel():
         return
     column = torch.arange(width, device=tables.device)
     used = paged & (end > begin)

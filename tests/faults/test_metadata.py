@@ -65,6 +65,7 @@ STRICT: dict[str, tuple[Op, Any, str, str]] = {
     "right": (Op.INDEX_CAT, put("right", (1, 3), -2), "right[1, 3]: has -2", "needs -1 or 0 <= index < 2147483638"),
     "right-large": (Op.INDEX_CAT, put("right", (0, 0), INT_MAX - 9), "right[0, 0]: has 2147483638", "needs -1 or 0 <= index <"),
     "span-first": (Op.EXPAND_LOAD_PLAN, put("spans", (0, 0), 1), "spans[0]: has [1, 0, 1, 2, 9]", "the last span ends at 5"),
+    "span-none": (Op.EXPAND_LOAD_PLAN, lambda c: {"spans": c["spans"][:0]}, "spans[0]: has no span", "5 segments"),
     "span-gap": (Op.EXPAND_LOAD_PLAN, put("spans", (2, 0), 5), "spans[1]: has [3, 7, -1, 0, 1]", "where the span before ends"),
     "span-short": (Op.EXPAND_LOAD_PLAN, put("spans", (2, 4), 9), "spans[2]: has [4, 8, 0, 4, 9]", "the last span ends at 5"),
     "span-begin": (Op.EXPAND_LOAD_PLAN, put("spans", (1, 3), -1), "spans[1]: has [3, 7, -1, -1, 1]", "0 <= begin <= end"),

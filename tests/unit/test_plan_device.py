@@ -119,6 +119,9 @@ def test_strict_mode_looks_at_the_ids_that_a_plan_reaches() -> None:
     table = torch.tensor([[1, 2, -1], [0, -7, -1]], dtype=torch.int32)
     plan.build_compressed_load_plan([8, 4], table, block_size=4, ratio=1, device="cpu")
     plan.build_compressed_load_plan([0, 0, 9, 0], tables([0, 0, 9, 0], 4), block_size=4, ratio=1, device="cpu")
+    plan.build_compressed_load_plan([0, 3], torch.empty((2, 0), dtype=torch.int32), block_size=4, ratio=4, device="cpu")
+    zeros = torch.tensor([[0, 0, -1, 0, 3]], dtype=torch.int32)
+    assert kvhal.expand_load_plan(zeros, table[:0], 4, 1).tolist() == [[-1, 0, 3, 0]]
     with pytest.raises(kvhal.InvalidMetadata, match=r"block_tables\[1, 1\]: has -7, needs a block id >= 0"):
         plan.build_compressed_load_plan([8, 5], table, block_size=4, ratio=1, device="cpu")
 
