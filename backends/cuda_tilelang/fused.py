@@ -24,9 +24,9 @@ from kvhal.formats import KVCacheFormat
 from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import CacheGeometry, cache_geometry
 
-#: (warps of a thread block, thread blocks at most, tokens whose rows are on their way): a warp takes a token after another;
-#: as many thread blocks as an H100 or H200 holds at a time
-SHAPE = (4, 792, 1)
+#: (warps of a thread block, thread blocks at most, tokens whose rows are on their way, thread blocks that a multiprocessor
+#: must hold): a warp takes a token after another; as many thread blocks as an H100 or H200 holds at a time
+SHAPE = (4, 1056, 1, 8)
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TYPE_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -122,9 +122,9 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
     return "namespace kv {\n" + "\n".join(lines) + "".join(functions) + "}  // namespace kv\n"
 
 
-def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int, int] = SHAPE) -> Any:
-    """Each warp carries a token after another through the stages; weights stay in its registers. See Stages and SHAPE."""
-    geometry, octets, (warps, blocks_at_most, depth) = cache_geometry(layout, block_size), Octets.of(layout), shape
+def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int, int, int] = SHAPE) -> Any:
+    """Each warp carries a token after another through the stages; weights stay in shared memory. See Stages and SHAPE."""
+    geometry, octets, (warps, blocks_at_most, depth, held) = cache_geometry(layout, block_size), Octets.of(layout), shape
     rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
     prelude = source(geometry, stages.alignment) + fused_source(layout, stages, tokens)
     n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
@@ -137,7 +137,8 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
         stages.rope is not None,
         stages.slot_dtype is not None,
     )
-    fetch, get_weights = token_reader(layout, stages), weight_reader(layout, stages)
+    fetch, with_norm = token_reader(layout, stages), stages.weight_dtype is not None
+    stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
     transform, finish = value_stages(stages), value_writer(geometry, stages)
 
     @T.prim_func
@@ -152,9 +153,10 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
         back: _absent_unless(stages.back, (n, layout.elements), (back_stride, 1), "bfloat16"),
     ):
         with T.Kernel(T.min(T.ceildiv(n, tokens), blocks_at_most), threads=WARP * warps, prelude=prelude) as program:
+            T.annotate_min_blocks_per_sm(held)
             raw = T.alloc_local((depth * rounds * words,), "uint32")  # of the next tokens
             values = T.alloc_local((rounds * OCTET,), "float32")
-            factors = T.alloc_local((rounds * OCTET,), "float32")
+            factors = T.alloc_shared((lanes * rounds * OCTET if with_norm else 4,), "float32")
             slot = T.alloc_local((depth,), "int64")  # of the next tokens
             place = T.alloc_local((1,), "int64")  # position of the one after the next token
             turns = T.alloc_local((turn_count,), "float32")  # cosines and sines of the next token
@@ -162,7 +164,9 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             lane = thread % lanes
             first = program * tokens + thread // lanes
             T.pdl_sync()
-            get_weights(weight, lane, factors)
+            if with_norm:
+                call(stage_weights, T.address_of(factors[0]), T.address_of(weight[0]))
+                T.sync_threads()
             for j in T.unroll(depth):
                 fetch(kv, slots, n, first + j * step, lane, raw, slot, j)
             if with_rope:
@@ -186,24 +190,6 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
 def _absent_unless(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: str | None) -> Any:
     """A tensor parameter; one float stands for an argument that is left out."""
     return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
-
-
-def weight_reader(layout: KVCacheFormat, stages: Stages) -> Any:
-    """A macro that reads a lane's weights, where there are any."""
-    octets, get = Octets.of(layout), f"kv::get_{TYPE_NAMES.get(str(stages.weight_dtype))}"
-
-    @T.macro
-    def get_weights(weight, lane, factors):
-        if stages.weight_dtype is not None:
-            for h in T.unroll(octets.rounds):
-                octet = h * octets.lanes + lane
-                if octets.padded:
-                    for v in T.unroll(OCTET):
-                        factors[h * OCTET + v] = T.float32(0)
-                if octet < octets.count:
-                    call(get, T.address_of(factors[h * OCTET]), T.address_of(weight[octet * OCTET]))
-
-    return get_weights
 
 
 def value_stages(stages: Stages) -> Any:

@@ -6,7 +6,7 @@ One fp32 operation at a time, in the order of docs/numerics.md. Every lane of a 
 #: rows and weights into registers, and the one rounding at the end
 CONVERT = r"""
 constexpr int VALUES = 8 * ROUNDS;
-// Widened here, not later: what they came from is free for the next token, and weights are not widened once a token.
+// Widened here, not later: what they came from is free for the next token.
 template <int COUNT> __device__ __forceinline__ void pin(float* v) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(v[i]));
@@ -22,23 +22,36 @@ __device__ __forceinline__ void widen_fp32(float* v, const u32* raw) {
 #pragma unroll
   for (int i = 0; i < VALUES; ++i) v[i] = __uint_as_float(raw[i]);
 }
-__device__ __forceinline__ void get_bf16(float* v, const void* p) {
-  u32 raw[4];
-  get_row(raw, p);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) { v[2 * i] = low(raw[i]); v[2 * i + 1] = high(raw[i]); }
-  pin<8>(v);
-}
-__device__ __forceinline__ void get_fp32(float* v, const void* p) { fetch_fp32((u32*)v, p); }
 __device__ __forceinline__ void narrow(u32* raw, const float* v) {
 #pragma unroll
   for (int i = 0; i < VALUES / 2; ++i) raw[i] = round_pair(v[2 * i], v[2 * i + 1]);
 }
 """
 
+#: weights lie in shared memory, the first halves of all octets before the second ones, so that lanes read side by side;
 #: the sum of squares is a tree over adjacent pairs: inside an octet, across lanes, then across rounds. With two rounds, even
 #: lanes sum the first and odd lanes the second, which halves the exchanges and changes no pair.
 NORM = r"""
+constexpr int SLOTS = ROUNDS * LANES;  // octets of a record and of its padding
+template <int BYTES> __device__ __forceinline__ void stage(float* shared, const void* weight) {
+  for (int octet = threadIdx.x; octet < SLOTS; octet += blockDim.x) {
+    u32 v[8] = {}, raw[4];
+    const u8* p = (const u8*)weight + octet * 8 * BYTES;
+    if (octet < OCTETS) {
+      if constexpr (BYTES == 4) {
+        fetch_fp32(v, p);
+      } else {
+        get_row(raw, p);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) { v[2 * i] = raw[i] << 16; v[2 * i + 1] = raw[i] & 0xFFFF0000u; }
+      }
+    }
+    put<16, 16>(shared + octet * 4, v);
+    put<16, 16>(shared + (SLOTS + octet) * 4, v + 4);
+  }
+}
+__device__ __forceinline__ void stage_bf16(float* shared, const void* weight) { stage<2>(shared, weight); }
+__device__ __forceinline__ void stage_fp32(float* shared, const void* weight) { stage<4>(shared, weight); }
 __device__ __forceinline__ float across(float sum, int from) {
 #pragma unroll
   for (int n = from; n < LANES; n *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, n));
@@ -74,7 +87,13 @@ __device__ __forceinline__ void norm(float* v, const float* weight, float eps, i
   const float mean = ELEMENTS & (ELEMENTS - 1) ? __fdiv_rn(sum[0], (float)ELEMENTS) : __fmul_rn(sum[0], 1.f / ELEMENTS);
   const float r = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
-  for (int i = 0; i < VALUES; ++i) v[i] = __fmul_rn(__fmul_rn(v[i], r), weight[i]);
+  for (int h = 0; h < 2 * ROUNDS; ++h) {  // half octets
+    const float4 w = ((const float4*)weight)[h % 2 * SLOTS + h / 2 * LANES + lane];
+    v[4 * h] = __fmul_rn(__fmul_rn(v[4 * h], r), w.x);
+    v[4 * h + 1] = __fmul_rn(__fmul_rn(v[4 * h + 1], r), w.y);
+    v[4 * h + 2] = __fmul_rn(__fmul_rn(v[4 * h + 2], r), w.z);
+    v[4 * h + 3] = __fmul_rn(__fmul_rn(v[4 * h + 3], r), w.w);
+  }
 }
 """
 
