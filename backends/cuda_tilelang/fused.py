@@ -20,13 +20,11 @@ from kvhal.backends.cuda_tilelang.build import (
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
 from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROPE
 from kvhal.backends.cuda_tilelang.store import record_writer
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import CacheGeometry, cache_geometry
 
-#: (warps of a thread block, thread blocks at most, tokens whose rows are on their way): a warp takes a token after another;
-#: as many thread blocks as an H100 or H200 holds at a time
-SHAPE = (4, 792, 1)
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TYPE_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -65,6 +63,7 @@ def bind_fused_store(request: Request) -> Launcher:
     """``launch(kv, norm, rope, hadamard, cache, slots, back)``, see `kvhal.interface`."""
     layout, block_size = request.layout, request.block_size or 1
     built: dict[Any, tuple[Kernel, torch.Tensor]] = {}
+    shape = shape_of(request.platform.arch, "fused", layout.quantized_dtype)
 
     def launch(
         kv: torch.Tensor,
@@ -88,7 +87,7 @@ def bind_fused_store(request: Request) -> Launcher:
             ROW_ALIGNMENT if wide else BF16_BYTES,
         )
         if stages not in built:
-            run = kernel(fused_kernel, layout, block_size, stages, platform=request.platform, device=kv.device)
+            run = kernel(fused_kernel, layout, block_size, stages, shape, platform=request.platform, device=kv.device)
             built[stages] = run, torch.empty(1, device=kv.device)  # stands for arguments that are left out
         run, absent = built[stages]
         weight, eps = (absent, 0.0) if norm is None else (norm.weight, float(norm.eps))
@@ -122,8 +121,8 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
     return "namespace kv {\n" + "\n".join(lines) + "".join(functions) + "}  // namespace kv\n"
 
 
-def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int, int] = SHAPE) -> Any:
-    """Each warp carries a token after another through the stages; weights stay in its registers. See Stages and SHAPE."""
+def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int, int]) -> Any:
+    """Each warp carries a token after another through the stages; weights stay in its registers. See Stages and tuned.py."""
     geometry, octets, (warps, blocks_at_most, depth) = cache_geometry(layout, block_size), Octets.of(layout), shape
     rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
     prelude = source(geometry, stages.alignment) + fused_source(layout, stages, tokens)

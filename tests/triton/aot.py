@@ -9,7 +9,13 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.compile.resources import Resources, read_cubin
 
 TARGETS: dict[str, tuple[str, str]] = {  #: architecture -> platform kind, Triton's backend
     "sm_80": ("cuda", "cuda"),
@@ -18,6 +24,7 @@ TARGETS: dict[str, tuple[str, str]] = {  #: architecture -> platform kind, Trito
     "gfx942": ("rocm", "hip"),
     "gfx950": ("rocm", "hip"),
 }
+MEASURED = "sm_90"  #: its kernels are held to tests/compile/resources.json
 
 
 @dataclass(frozen=True)
@@ -29,18 +36,24 @@ class Job:
     format: str | None
     variant: str = ""
 
+    @property
+    def kernel(self) -> str:
+        """Its name beside other kernels of the architecture."""
+        return "-".join(part for part in (self.op, self.format, self.variant) if part)
+
     def __str__(self) -> str:
-        return "-".join(part for part in (self.arch, self.op, self.format, self.variant) if part)
+        return f"{self.arch}-{self.kernel}"
 
 
 @dataclass(frozen=True)
 class Built:
-    """What came of a job: bytes of machine code, or the error; seconds it took."""
+    """What came of a job: bytes of machine code, or the error; seconds it took; what the code takes, for MEASURED."""
 
     job: Job
     size: int
     error: str
     seconds: float
+    resources: Resources | None = None
 
 
 def jobs(arch: str) -> list[Job]:
@@ -116,9 +129,13 @@ def build(job: Job) -> Built:
     from tests.triton.calls import call
 
     built: list[int] = []
+    taken: list[Resources] = []
 
     def compile_only(kernel: Kernel, programs: int, *args: object) -> None:
-        built.append(len(machine_code(kernel, args, job.arch)))
+        compiled = machine_code(kernel, args, job.arch)
+        built.append(len(compiled.kernel))
+        if job.arch == MEASURED:
+            taken.append(resources_of(compiled))
 
     began, launch = time.monotonic(), Kernel.__call__
     Kernel.__call__ = compile_only  # type: ignore[method-assign]
@@ -128,7 +145,8 @@ def build(job: Job) -> Built:
         return Built(job, 0, f"{type(error).__name__}: {str(error)[:300]}", time.monotonic() - began)
     finally:
         Kernel.__call__ = launch  # type: ignore[method-assign]
-    return Built(job, sum(built), "" if built else "no kernel was launched", time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Built(job, sum(built), "" if len(built) == 1 else f"{len(built)} kernels were launched", seconds, *taken)
 
 
 def specialise(kernel: object, args: tuple[object, ...], arch: str) -> tuple[object, ...]:
@@ -146,7 +164,23 @@ def specialise(kernel: object, args: tuple[object, ...], arch: str) -> tuple[obj
     return target, backend, options, bound, specialisation
 
 
-def machine_code(kernel: object, args: tuple[object, ...], arch: str) -> bytes:
+def versions() -> dict[str, str]:
+    """The compilers that NVIDIA machine code comes from."""
+    import triton
+
+    return {"triton": version("triton"), "ptxas": triton.knobs.nvidia.ptxas.version}
+
+
+def resources_of(compiled: Any) -> Resources:
+    """What a kernel that `machine_code` compiled for an NVIDIA architecture takes."""
+    with TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.kernel)
+        (found,) = read_cubin(cubin, 32 * compiled.metadata.num_warps, compiled.metadata.shared).values()
+    return found
+
+
+def machine_code(kernel: object, args: tuple[object, ...], arch: str) -> Any:
     """The kernel compiled for these arguments and this architecture."""
     import triton
     from triton.compiler import ASTSource
@@ -155,5 +189,4 @@ def machine_code(kernel: object, args: tuple[object, ...], arch: str) -> bytes:
     function = kernel.function
     options, signature, constants, attributes = function._pack_args(backend, options, bound, specialisation, options)
     source = ASTSource(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options=options.__dict__)
-    return compiled.kernel
+    return triton.compile(source, target=target, options=options.__dict__)
