@@ -97,6 +97,6 @@ class Kernel:
 
 def launch_shape(kernel: str, record: Record, arch: str) -> tuple[int, int]:
     """Tokens a program and its warps; `kernel` is a name in tuned.py."""
-    size, warps = shape_of(arch, kernel, None if record.dtype == "bf16" else record.dtype)
+    size, least, warps = shape_of(arch, kernel, None if record.dtype == "bf16" else record.dtype)
     columns = power_of_two(record.data_bytes) if kernel == "raw" else record.tile
-    return max(1, size // columns), min(max(MAX_WARPS, warps), warps * max(1, columns // size))
+    return max(least, size // columns), min(max(MAX_WARPS, warps), warps * max(1, columns // size))

@@ -16,7 +16,7 @@ from tilelang import tvm
 from tilelang.engine.lower import lower
 
 from kvhal.backends.cuda_tilelang.build import PASS_CONFIGS, target
-from tests.compile.resources import Resources, read_cubin
+from tests.compile.resources import Resources, measure, read_cubin
 
 ARCH = "sm_90"
 NVCC = ("nvcc", "--cubin", "-gencode", "arch=compute_90a,code=sm_90a")
@@ -94,7 +94,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def _resources(cubin: Path, threads: Mapping[str, int]) -> dict[str, Resources]:
-    found = read_cubin(cubin, {f"{name}_kernel": count for name, count in threads.items()})
+    found = measure(read_cubin(cubin.read_bytes(), {f"{name}_kernel": count for name, count in threads.items()}))
     return {name.removesuffix("_kernel"): row for name, row in found.items()}
 
 

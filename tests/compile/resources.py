@@ -1,8 +1,9 @@
 """What a kernel's machine code takes, and the gate that holds it to resources.json. `scripts/resources` rewrites that file.
 
-A cubin is disassembled with NVIDIA's cuobjdump, which Triton's package brings. Figures: threads of a thread block, registers a
-thread, bytes of stack, bytes of shared memory, bytes of local memory stored and loaded (spills; as ptxas reports them: each
-instruction once), bytes of the widest load and store of global memory, how many of either, instructions (without padding).
+Cubins are read with NVIDIA's cuobjdump and nvdisasm, which Triton's package brings. Figures: threads of a thread block,
+registers a thread, bytes of stack, bytes of shared memory, bytes of local memory stored and loaded (spills; as ptxas reports
+them: each instruction once), bytes of the widest load and store of global memory, how many of either, instructions (without
+padding).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import importlib.util
 import json
 import re
 import shutil
+import struct
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 BASELINE = Path(__file__).with_name("resources.json")
 UPDATE = "scripts/resources --update"
@@ -22,6 +25,7 @@ SLACK = 8  #: registers a thread that a kernel may take more
 MORE_ACCESSES = 1.25  #: times as many accesses to global memory: some became narrower, though not the widest
 REMARKABLE = 0.1  #: instructions are no reason to fail; a change by this share is said
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}  #: part of an opcode -> bytes; none of them: 4
+INSTRUCTION_BYTES = 16
 #: an instruction, behind its address and predicate: opcode, modifiers
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)([.\w]*)", re.MULTILINE)
 #: sm_90, a multiprocessor: warps, thread blocks, registers, bytes of shared memory; a warp's registers come in lots of 256
@@ -63,46 +67,96 @@ class Change:
     verdict: str
 
 
-def cuobjdump() -> str:
-    """Path of the disassembler.
+@dataclass(frozen=True)
+class Code:
+    """A kernel in a cubin: the figures that the file states, and the instructions."""
+
+    threads: int
+    registers: int
+    stack: int
+    shared: int
+    text: bytes
+
+
+def tool(name: str) -> str:
+    """Path of one of NVIDIA's binary utilities.
 
     Raises:
         FileNotFoundError: neither Triton's package nor PATH has it.
     """
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
-        found = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        found = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
         if found.is_file():
             return str(found)
-    on_path = shutil.which("cuobjdump")
+    on_path = shutil.which(name)
     if on_path is None:
-        raise FileNotFoundError("cuobjdump: neither in triton's package nor on PATH; pip install triton, or the CUDA toolkit")
+        raise FileNotFoundError(f"{name}: neither in triton's package nor on PATH; pip install triton, or the CUDA toolkit")
     return on_path
 
 
-def read_cubin(path: Path, threads: Mapping[str, int] | int, shared: int = 0) -> dict[str, Resources]:
-    """Figures of every kernel of a cubin, by the function's name.
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def read_cubin(cubin: bytes, threads: Mapping[str, int] | int, shared: int = 0) -> dict[str, Code]:
+    """Every kernel of a cubin, by the function's name.
 
     Args:
-        path: the cubin.
+        cubin: an ELF file.
         threads: of a thread block, by the function's name, or of the only one.
         shared: bytes of shared memory that the launch adds.
     """
-    command = [cuobjdump(), "-sass", "-res-usage", str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = re.findall(r"Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
-    code = dict(re.findall(r"^\s*Function : (\S+)\n(.*?)(?=^\s*Function : |\Z)", text, re.DOTALL | re.MULTILINE))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.cubin"
+        path.write_bytes(cubin)
+        usage = _output(tool("cuobjdump"), "-res-usage", str(path))
+    text = text_sections(cubin)
     found = {}
-    for name, registers, stack, static in usage:
+    for name, registers, stack, static in re.findall(r"Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage):
         count = threads if isinstance(threads, int) else threads[name]
-        found[name] = Resources(count, int(registers), int(stack), int(static) + shared, **read_sass(code[name]))
+        found[name] = Code(count, int(registers), int(stack), int(static) + shared, text[name])
     return found
 
 
-def read_sass(text: str) -> dict[str, int]:
-    """Spills, widths and instructions of one function's disassembly."""
+def text_sections(elf: bytes) -> dict[str, bytes]:
+    """The contents of an ELF file's sections ".text.NAME", by NAME."""
+    (headers,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    rows = [struct.unpack_from("<IIQQQQ", elf, headers + i * size) for i in range(count)]
+    found = {}
+    for name_at, _, _, _, begin, length in rows:
+        first = rows[names][4] + name_at
+        name = elf[first : elf.index(b"\0", first)].decode()
+        if name.startswith(".text."):
+            found[name.removeprefix(".text.")] = elf[begin : begin + length]
+    return found
+
+
+def measure(codes: Mapping[str, Code]) -> dict[str, Resources]:
+    """The figures of kernels for sm_90, all disassembled at once: starting nvdisasm takes far longer than its work.
+
+    Raises:
+        ValueError: the disassembly does not have as many instructions as the code.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "code.bin"
+        path.write_bytes(b"".join(code.text for code in codes.values()))
+        found = INSTRUCTION.findall(_output(tool("nvdisasm"), "--binary", "SM90a", "--no-vliw", "--no-dataflow", str(path)))
+    result, begin = {}, 0
+    for name, code in codes.items():
+        end = begin + len(code.text) // INSTRUCTION_BYTES
+        result[name] = Resources(code.threads, code.registers, code.stack, code.shared, **count_accesses(found[begin:end]))
+        begin = end
+    if begin != len(found):
+        raise ValueError(f"nvdisasm: has {len(found)} instructions, needs {begin} as the code; is it another instruction set?")
+    return result
+
+
+def count_accesses(instructions: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """Spills, accesses to global memory and instructions of one kernel; an instruction is (opcode, modifiers)."""
     found = dict.fromkeys(("spill_stores", "spill_loads", "load", "store", "loads", "stores", "instructions"), 0)
-    for opcode, modifiers in INSTRUCTION.findall(text):
+    for opcode, modifiers in instructions:
         found["instructions"] += opcode != "NOP"
         size = next((WIDTHS[part] for part in modifiers.split(".") if part in WIDTHS), 4)
         if opcode in ("STL", "LDL"):

@@ -42,7 +42,7 @@ def portable_triton() -> tuple[dict[str, Resources], dict[str, str]]:
     failed = [f"{result.job}: {result.error}" for result in built if result.error]
     if failed:
         raise RuntimeError("\n".join(failed))
-    return {result.job.kernel: result.resources for result in built if result.resources is not None}, aot.versions()
+    return aot.resources_of(built), aot.versions()
 
 
 def main() -> int:

@@ -11,11 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing import get_context
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.compile.resources import Resources, read_cubin
+from tests.compile.resources import Code, Resources, measure, read_cubin
 
 TARGETS: dict[str, tuple[str, str]] = {  #: architecture -> platform kind, Triton's backend
     "sm_80": ("cuda", "cuda"),
@@ -47,13 +45,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """What came of a job: bytes of machine code, or the error; seconds it took; what the code takes, for MEASURED."""
+    """What came of a job: bytes of machine code, or the error; seconds it took; the code, for MEASURED."""
 
     job: Job
     size: int
     error: str
     seconds: float
-    resources: Resources | None = None
+    code: Code | None = None
 
 
 def jobs(arch: str) -> list[Job]:
@@ -129,13 +127,13 @@ def build(job: Job) -> Built:
     from tests.triton.calls import call
 
     built: list[int] = []
-    taken: list[Resources] = []
+    taken: list[Code] = []
 
     def compile_only(kernel: Kernel, programs: int, *args: object) -> None:
         compiled = machine_code(kernel, args, job.arch)
         built.append(len(compiled.kernel))
         if job.arch == MEASURED:
-            taken.append(resources_of(compiled))
+            taken.append(_code_of(compiled))
 
     began, launch = time.monotonic(), Kernel.__call__
     Kernel.__call__ = compile_only  # type: ignore[method-assign]
@@ -146,7 +144,7 @@ def build(job: Job) -> Built:
     finally:
         Kernel.__call__ = launch  # type: ignore[method-assign]
     seconds = time.monotonic() - began
-    return Built(job, sum(built), "" if len(built) == 1 else f"{len(built)} kernels were launched", seconds, *taken)
+    return Built(job, sum(built), "" if len(built) == 1 else f"{len(built)} kernels were launched", seconds, *taken[:1])
 
 
 def specialise(kernel: object, args: tuple[object, ...], arch: str) -> tuple[object, ...]:
@@ -171,13 +169,14 @@ def versions() -> dict[str, str]:
     return {"triton": version("triton"), "ptxas": triton.knobs.nvidia.ptxas.version}
 
 
-def resources_of(compiled: Any) -> Resources:
-    """What a kernel that `machine_code` compiled for an NVIDIA architecture takes."""
-    with TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.kernel)
-        (found,) = read_cubin(cubin, 32 * compiled.metadata.num_warps, compiled.metadata.shared).values()
-    return found
+def resources_of(built: list[Built]) -> dict[str, Resources]:
+    """What the kernels of MEASURED take, by their name."""
+    return measure({result.job.kernel: result.code for result in built if result.code is not None})
+
+
+def _code_of(compiled: Any) -> Code:
+    (code,) = read_cubin(compiled.kernel, 32 * compiled.metadata.num_warps, compiled.metadata.shared).values()
+    return code
 
 
 def machine_code(kernel: object, args: tuple[object, ...], arch: str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.compile.resources import Baseline
-from tests.triton.aot import MEASURED, TARGETS, Built, Job, compile_all, count_variants, jobs, versions
+from tests.triton.aot import MEASURED, TARGETS, Built, Job, compile_all, count_variants, jobs, resources_of, versions
 
 pytest.importorskip("triton")
 
@@ -40,7 +40,7 @@ def test_every_kernel_compiles(arch: str, record_property: pytest.RecordProperty
 
 def _check_resources(built: list[Built]) -> None:
     """Vector widths, spills and registers are the baseline's; and a narrowed store would have been noticed."""
-    found = {result.job.kernel: result.resources for result in built if result.resources is not None}
+    found = resources_of(built)
     baseline = Baseline()
     failures, remarks = baseline.compare("portable_triton", found, versions())
     for remark in remarks:
