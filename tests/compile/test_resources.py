@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.compile import update
 from tests.compile.resources import BASELINE, INSTRUCTION, UPDATE, Baseline, Resources, changes_of, count_accesses, write
 
 KERNEL = Resources(64, 40, 0, 0, 0, 0, load=16, store=8, loads=8, stores=4, instructions=200)
@@ -109,6 +110,22 @@ def test_a_comparison_in_words(baseline: Baseline) -> None:
     assert UPDATE in remarks[0] and remarks[1].split() == ["cuda/b", "store", "8", "->", "16", "better"]
     assert baseline.compare("cuda", {"a": KERNEL}, COMPILERS) == ([], [])
     assert baseline.keys("cuda") == {"a", "b"} and baseline.keys("other") == set()
+
+
+@pytest.mark.parametrize(("load", "code"), [(16, 0), (8, 1)])
+def test_the_command(
+    load: int, code: int, baseline: Baseline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernel b of the baseline is gone when a is worse."""
+    found = {"a": replace(KERNEL, load=load)} | ({} if code else {"b": KERNEL})
+    monkeypatch.setattr("sys.argv", ["resources"])
+    monkeypatch.setattr(update.shutil, "which", lambda name: name)
+    monkeypatch.setattr(update, "Baseline", lambda: baseline)
+    monkeypatch.setattr(update, "BACKENDS", {"cuda": lambda: (found, COMPILERS)})
+    assert update.main() == code
+    said = capsys.readouterr().out
+    assert ("cuda/b: is in the baseline, and no kernel has this name" in said) == bool(code)
+    assert ("16 -> 8" in said) == bool(code)
 
 
 def test_other_versions_are_said(baseline: Baseline) -> None:

@@ -45,13 +45,16 @@ def portable_triton() -> tuple[dict[str, Resources], dict[str, str]]:
     return aot.resources_of(built), aot.versions()
 
 
+BACKENDS = {"cuda_tilelang": cuda_tilelang, "portable_triton": portable_triton}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/resources", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--update", action="store_true", help=f"rewrite {BASELINE.name} instead of comparing")
     update = parser.parse_args().update
     if shutil.which("nvcc") is None:
         parser.error("no nvcc on PATH; cuda_tilelang's kernels need the CUDA toolkit (a GPU is not needed)")
-    results = {"cuda_tilelang": cuda_tilelang(), "portable_triton": portable_triton()}
+    results = {backend: figures() for backend, figures in BACKENDS.items()}
     if update:
         kernels = {f"{backend}/{name}": row for backend, (found, _) in results.items() for name, row in found.items()}
         write(kernels, {backend: compilers for backend, (_, compilers) in results.items()})
