@@ -29,6 +29,7 @@ import torch
 
 import kvhal
 from kvhal.backends.cuda_tilelang import build, fused, index, load, store
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import BF16_FORMAT, BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
 from kvhal.layout import alloc_kv_cache
 from kvhal.ops.cache import new_load_output
@@ -67,7 +68,8 @@ class Job:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.factory, (*self.arguments, self.shape) if self.shape else self.arguments
+        name = self.factory.__name__.removesuffix("_kernel")
+        return self.factory, (*self.arguments, self.shape or shape_of("sm_90", name, self.layout.quantized_dtype))
 
 
 def compile_job(key: tuple[Any, ...]) -> None:
@@ -217,8 +219,9 @@ def host_costs() -> dict[str, float]:
     table = torch.zeros((1, 1, 8), dtype=torch.int32, device=device)
     lens, blocks = torch.ones((1, 1), dtype=torch.int32, device=device), torch.zeros((1, 4), dtype=torch.int32, device=device)
     get = partial(build.kernel, platform=platform, device=device)
-    raw_store = get(store.store_kernel, V41_FORMAT, 64, "int64", 16)
-    raw_load, raw_convert = get(load.load_kernel, V41_FORMAT, 64, 16), get(index.convert_kernel)
+    raw_store = get(store.store_kernel, V41_FORMAT, 64, "int64", 16, shape_of("sm_90", "store", "e4m3"))
+    raw_load = get(load.load_kernel, V41_FORMAT, 64, 16, shape_of("sm_90", "load", "e4m3"))
+    raw_convert = get(index.convert_kernel, *shape_of("sm_90", "convert", None))
     calls: dict[str, Callable[[], Any]] = {
         "store": lambda: kvhal.store_kv_cache(kv, cache, slots),
         "store, kernel": lambda: raw_store(kv, cache, slots),

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from kvhal.formats import KVCacheFormat, QuantizedDtype, ScaleFormat
 from kvhal.platform import Platform
+from kvhal.tuning import Table
 
 
 class Op(StrEnum):
@@ -174,6 +175,7 @@ class Backend:
         check: `check(request) -> reasons`, beyond what the manifest itself can tell; pure, never short-circuits.
         binders: operation -> "module:function", imported on the first bind; `function(request) -> Launcher`.
         simulator: it can run CPU tensors through a functional simulator.
+        tuned: its launch shapes by architecture, for `kvhal doctor`; None for a backend that has none.
     """
 
     name: str
@@ -183,6 +185,7 @@ class Backend:
     check: Callable[[Request], tuple[Reason, ...]]
     binders: Mapping[Op, str] = field(default_factory=dict)
     simulator: bool = False
+    tuned: Table | None = None
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():

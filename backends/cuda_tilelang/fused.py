@@ -18,20 +18,18 @@ from kvhal.backends.cuda_tilelang.build import (
     kernel,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
-from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROPE
+from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROPE, ROPE_INSIDE
 from kvhal.backends.cuda_tilelang.store import record_writer
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import CacheGeometry, cache_geometry
 
-#: (warps of a thread block, thread blocks at most, tokens whose rows are on their way, thread blocks that a multiprocessor
-#: must hold): a warp takes a token after another; as many thread blocks as an H100 or H200 holds at a time
-SHAPE = (4, 1056, 1, 8)
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TYPE_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
 INPUT_WORDS = {"bfloat16": OCTET_WORDS, "float32": OCTET}  #: 32-bit registers of an octet as it comes
-WIDEN = {dtype: f"kv::widen_{name}" for dtype, name in TYPE_NAMES.items()}
+TUNED_ROUNDS = 2  #: octets of a lane in the records that tuned.py was measured with
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,17 @@ class Rope:
     neox: bool
     position_dtype: str
 
-    def turns(self, lanes: int) -> int:
+    @property
+    def inside(self) -> bool:
+        """Every pair lies inside an octet, so that its lane rotates it alone."""
+        return not self.neox and self.begin % OCTET == 0 and self.dim % OCTET == 0
+
+    def turns(self, octets: Octets) -> int:
         """Cosines and sines that a lane keeps: of every pair that it rotates."""
-        return 2 * -(-self.dim // (2 * lanes))
+        if self.inside:
+            span = octets.lanes * OCTET  # elements of a round
+            return OCTET * ((self.begin + self.dim - 1) // span - self.begin // span + 1)
+        return 2 * -(-self.dim // (2 * octets.lanes))
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ def bind_fused_store(request: Request) -> Launcher:
     """``launch(kv, norm, rope, hadamard, cache, slots, back)``, see `kvhal.interface`."""
     layout, block_size = request.layout, request.block_size or 1
     built: dict[Any, tuple[Kernel, torch.Tensor]] = {}
+    shape = shape_of(request.platform.arch, "fused", layout.quantized_dtype)
 
     def launch(
         kv: torch.Tensor,
@@ -78,6 +85,7 @@ def bind_fused_store(request: Request) -> Launcher:
         if kv.shape[0] > MAX_TOKENS:
             raise ValueError(f"kv: has {kv.shape[0]} rows, {request.op} takes {MAX_TOKENS} at a time; pass it in parts")
         wide = aligned(kv) and (back is None or aligned(back)) and (norm is None or norm.weight.data_ptr() % ROW_ALIGNMENT == 0)
+        wide = wide and (rope is None or aligned(rope.cos_sin_cache))
         stages = Stages(
             FLOAT_DTYPES[kv.dtype],
             None if norm is None else FLOAT_DTYPES[norm.weight.dtype],
@@ -88,7 +96,7 @@ def bind_fused_store(request: Request) -> Launcher:
             ROW_ALIGNMENT if wide else BF16_BYTES,
         )
         if stages not in built:
-            run = kernel(fused_kernel, layout, block_size, stages, platform=request.platform, device=kv.device)
+            run = kernel(fused_kernel, layout, block_size, stages, shape, platform=request.platform, device=kv.device)
             built[stages] = run, torch.empty(1, device=kv.device)  # stands for arguments that are left out
         run, absent = built[stages]
         weight, eps = (absent, 0.0) if norm is None else (norm.weight, float(norm.eps))
@@ -114,7 +122,7 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
     if stages.rope is not None:
         rope = stages.rope
         constants |= {"ROPE_BEGIN": rope.begin, "ROPE_DIM": rope.dim, "ROPE_NEOX": int(rope.neox)}
-        functions.append(ROPE)
+        functions.append(ROPE_INSIDE if rope.inside else ROPE)
     if stages.hadamard:
         functions.append(HADAMARD)
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
@@ -122,24 +130,21 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
     return "namespace kv {\n" + "\n".join(lines) + "".join(functions) + "}  // namespace kv\n"
 
 
-def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int, int, int] = SHAPE) -> Any:
-    """Each warp carries a token after another through the stages; weights stay in shared memory. See Stages and SHAPE."""
-    geometry, octets, (warps, blocks_at_most, depth, held) = cache_geometry(layout, block_size), Octets.of(layout), shape
+def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, int, int]) -> Any:
+    """Each warp carries a token after another through the stages, the next one's row on its way. See Stages and tuned.py."""
+    geometry, octets, (warps, blocks_at_most, held) = cache_geometry(layout, block_size), Octets.of(layout), shape
     rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
     prelude = source(geometry, stages.alignment) + fused_source(layout, stages, tokens)
     n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
     kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
     max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
-    words, turn_count = INPUT_WORDS[stages.input_dtype], stages.rope.turns(lanes) if stages.rope else 1
-    step, rope, with_rope, with_slots = (
-        tokens * blocks_at_most,
-        stages.rope,
-        stages.rope is not None,
-        stages.slot_dtype is not None,
-    )
-    fetch, with_norm = token_reader(layout, stages), stages.weight_dtype is not None
+    words, step, rope = INPUT_WORDS[stages.input_dtype], tokens * blocks_at_most, stages.rope
+    with_norm, with_rope, with_slots = stages.weight_dtype is not None, rope is not None, stages.slot_dtype is not None
+    turn_count = rope.turns(octets) if rope else 1
     stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
-    transform, finish = value_stages(stages), value_writer(geometry, stages)
+    fetch, finish = token_reader(layout, stages), value_writer(geometry, stages)
+    if rounds > TUNED_ROUNDS:  # larger records need the registers of several
+        held = 1
 
     @T.prim_func
     def fused(
@@ -154,35 +159,37 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
     ):
         with T.Kernel(T.min(T.ceildiv(n, tokens), blocks_at_most), threads=WARP * warps, prelude=prelude) as program:
             T.annotate_min_blocks_per_sm(held)
-            raw = T.alloc_local((depth * rounds * words,), "uint32")  # of the next tokens
+            raw = T.alloc_local((rounds * words,), "uint32")  # of the next token
             values = T.alloc_local((rounds * OCTET,), "float32")
             factors = T.alloc_shared((lanes * rounds * OCTET if with_norm else 4,), "float32")
-            slot = T.alloc_local((depth,), "int64")  # of the next tokens
-            place = T.alloc_local((1,), "int64")  # position of the one after the next token
-            turns = T.alloc_local((turn_count,), "float32")  # cosines and sines of the next token
+            slot = T.alloc_local((1,), "int64")  # of the next token
+            place = T.alloc_local((1,), "int64")  # position of the next token
+            turns = T.alloc_local((turn_count,), "float32")  # cosines and sines of the token
             thread = T.get_thread_binding()
             lane = thread % lanes
-            first = program * tokens + thread // lanes
+            token = T.alloc_var("int32", init=program * tokens + thread // lanes)
+            at = T.alloc_var("int64", init=T.cast(token, "int64") * kv_stride + lane * OCTET)  # of the lane's first octet
             T.pdl_sync()
+            for w in T.unroll(rounds * words):
+                raw[w] = T.uint32(0)
+            fetch(kv, at, slots, positions, n, token, lane, raw, slot, place)
             if with_norm:
                 call(stage_weights, T.address_of(factors[0]), T.address_of(weight[0]))
                 T.sync_threads()
-            for j in T.unroll(depth):
-                fetch(kv, slots, n, first + j * step, lane, raw, slot, j)
-            if with_rope:
-                place[0] = T.cast(positions[T.min(first, n - 1)], "int64")
-                fetch_turns(cos_sin, max_position, positions, n, first + step, lane, turns, place)
-            for i in T.serial(T.ceildiv(n, depth * step)):
-                for j in T.unroll(depth):
-                    if program * tokens + (i * depth + j) * step < n:  # some token of the thread block
-                        token = first + (i * depth + j) * step
-                        where = T.alloc_var("int64", init=slot[j])
-                        call(WIDEN[stages.input_dtype], T.address_of(values[0]), T.address_of(raw[j * (rounds * words)]))
-                        fetch(kv, slots, n, token + depth * step, lane, raw, slot, j)
-                        transform(values, factors, eps, turns, lane)
-                        if with_rope:
-                            fetch_turns(cos_sin, max_position, positions, n, token + 2 * step, lane, turns, place)
-                        finish(values, lane, cache, where, blocks * block_size, back, n, token)
+            for _ in T.serial(T.ceildiv(n - program * tokens, step)):  # some token of the thread block
+                where = T.alloc_var("int64", init=slot[0])
+                call(f"kv::widen_{TYPE_NAMES[stages.input_dtype]}", T.address_of(values[0]), T.address_of(raw[0]))
+                if with_rope:
+                    valid = T.cast(place[0], "uint64") < T.cast(max_position, "uint64")
+                    call("kv::fetch_turns", T.address_of(turns[0]), T.address_of(cos_sin[place[0], 0]), valid, lane)
+                fetch(kv, at + step * kv_stride, slots, positions, n, token + step, lane, raw, slot, place)
+                if with_norm:
+                    call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
+                if with_rope:
+                    call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
+                finish(values, lane, cache, where, blocks * block_size, back, n, token)
+                token += step
+                at += step * kv_stride
 
     return fused
 
@@ -192,18 +199,22 @@ def _absent_unless(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...
     return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
 
 
-def value_stages(stages: Stages) -> Any:
-    """A macro: norm and rotary embedding of one token's values."""
-    with_norm, with_rope = stages.weight_dtype is not None, stages.rope is not None
+def weight_reader(layout: KVCacheFormat, stages: Stages) -> Any:
+    """A macro that reads a lane's weights, where there are any."""
+    octets, get = Octets.of(layout), f"kv::get_{TYPE_NAMES.get(str(stages.weight_dtype))}"
 
     @T.macro
-    def transform(values, factors, eps, turns, lane):
-        if with_norm:
-            call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
-        if with_rope:
-            call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
+    def get_weights(weight, lane, factors):
+        if stages.weight_dtype is not None:
+            for h in T.unroll(octets.rounds):
+                octet = h * octets.lanes + lane
+                if octets.padded:
+                    for v in T.unroll(OCTET):
+                        factors[h * OCTET + v] = T.float32(0)
+                if octet < octets.count:
+                    call(get, T.address_of(factors[h * OCTET]), T.address_of(weight[octet * OCTET]))
 
-    return transform
+    return get_weights
 
 
 def value_writer(geometry: CacheGeometry, stages: Stages) -> Any:
@@ -229,36 +240,22 @@ def value_writer(geometry: CacheGeometry, stages: Stages) -> Any:
     return finish
 
 
-@T.macro
-def fetch_turns(cos_sin, max_position, positions, n, token, lane, turns, place):
-    """Starts the loads of the cosines and sines of the position in `place`, then of the position of `token`."""
-    valid = T.cast(place[0], "uint64") < T.cast(max_position, "uint64")
-    call("kv::fetch_turns", T.address_of(turns[0]), T.address_of(cos_sin[place[0], 0]), valid, lane)
-    row = T.alloc_var("int32", init=T.min(token, n - 1))
-    place[0] = T.cast(positions[row], "int64")
-
-
 def token_reader(layout: KVCacheFormat, stages: Stages) -> Any:
-    """A macro that starts the loads of a token's octets and slot into place `at`; past the last token: that one's, no slot."""
-    octets, with_slots = Octets.of(layout), stages.slot_dtype is not None
-    words = INPUT_WORDS[stages.input_dtype]
-    get = f"kv::fetch_{TYPE_NAMES[stages.input_dtype]}"
+    """A macro that starts the loads of a token: octets, from element `at` of the rows on, slot, position. No token: no slot."""
+    octets, with_slots, with_rope = Octets.of(layout), stages.slot_dtype is not None, stages.rope is not None
+    words, get = INPUT_WORDS[stages.input_dtype], f"kv::fetch_{TYPE_NAMES[stages.input_dtype]}"
 
     @T.macro
-    def fetch(kv, slots, n, token, lane, raw, slot, at):
-        row = T.alloc_var("int32", init=T.min(token, n - 1))
-        for h in T.unroll(octets.rounds):
-            octet = h * octets.lanes + lane
-            word = (at * octets.rounds + h) * words
-            if octets.padded:
-                for w in T.unroll(words):
-                    raw[word + w] = T.uint32(0)
-            if octet < octets.count:
-                call(get, T.address_of(raw[word]), T.address_of(kv[row, octet * OCTET]))
-        if with_slots:
-            slot[at] = T.if_then_else(token < n, T.cast(slots[row], "int64"), T.int64(-1))
-        else:
-            slot[at] = T.int64(-1)
+    def fetch(kv, at, slots, positions, n, token, lane, raw, slot, place):
+        slot[0] = T.int64(-1)
+        if token < n:
+            for h in T.unroll(octets.rounds):
+                if h * octets.lanes + lane < octets.count:
+                    call(get, T.address_of(raw[h * words]), T.address_of(kv[0, at + h * octets.lanes * OCTET]))
+            if with_slots:
+                slot[0] = T.cast(slots[token], "int64")
+            if with_rope:
+                place[0] = T.cast(positions[token], "int64")
 
     return fetch
 

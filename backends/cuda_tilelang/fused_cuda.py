@@ -52,6 +52,17 @@ template <int BYTES> __device__ __forceinline__ void stage(float* shared, const 
 }
 __device__ __forceinline__ void stage_bf16(float* shared, const void* weight) { stage<2>(shared, weight); }
 __device__ __forceinline__ void stage_fp32(float* shared, const void* weight) { stage<4>(shared, weight); }
+// fl(1 / fl(sqrt(x))). Away from the ends of fp32's range both are one Newton step from the hardware's estimates, as the
+// intrinsics' own fast paths (tests/gpu compares all inputs): one check instead of two, and no calls
+__device__ __forceinline__ float inverse_root(float x) {
+  if (!(x >= 0x1p-96f && x <= 0x1p96f)) return __frcp_rn(__fsqrt_rn(x));
+  float y, q;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  float root = __fmul_rn(x, y);
+  root = __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(y, 0.5f), root);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(root));
+  return __fmaf_rn(q, __fmaf_rn(-q, root, 1.f), q);
+}
 __device__ __forceinline__ float across(float sum, int from) {
 #pragma unroll
   for (int n = from; n < LANES; n *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, n));
@@ -85,7 +96,7 @@ __device__ __forceinline__ void norm(float* v, const float* weight, float eps, i
     }
   }
   const float mean = ELEMENTS & (ELEMENTS - 1) ? __fdiv_rn(sum[0], (float)ELEMENTS) : __fmul_rn(sum[0], 1.f / ELEMENTS);
-  const float r = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
+  const float r = inverse_root(__fadd_rn(mean, eps));
 #pragma unroll
   for (int h = 0; h < 2 * ROUNDS; ++h) {  // half octets
     const float4 w = ((const float4*)weight)[h % 2 * SLOTS + h / 2 * LANES + lane];
@@ -97,7 +108,42 @@ __device__ __forceinline__ void norm(float* v, const float* weight, float eps, i
 }
 """
 
-#: the rotated elements meet in shared memory, where every lane of the token takes a pair; its cosine and sine came ahead
+#: pairs that lie inside octets: a lane rotates its own; ROW_ALIGN says that rows of cosines and sines are aligned as well
+ROPE_INSIDE = r"""
+constexpr int HALF = ROPE_DIM / 2, SPAN_OF_ROUND = LANES * 8, FIRST_ROUND = ROPE_BEGIN / SPAN_OF_ROUND;
+constexpr int ROPE_ROUNDS = (ROPE_BEGIN + ROPE_DIM - 1) / SPAN_OF_ROUND - FIRST_ROUND + 1;
+__device__ __forceinline__ int first_pair(int round, int lane) {
+  return (((FIRST_ROUND + round) * LANES + lane) * 8 - ROPE_BEGIN) / 2;
+}
+__device__ __forceinline__ void fetch_turns(float* turns, const float* row, bool valid, int lane) {
+#pragma unroll
+  for (int i = 0; i < 8 * ROPE_ROUNDS; ++i) turns[i] = 0.f;
+#pragma unroll
+  for (int h = 0; h < ROPE_ROUNDS; ++h) {
+    const int pair = first_pair(h, lane);
+    if (!valid || pair < 0 || pair >= HALF) continue;
+    get_row((u32*)turns + 8 * h, row + pair);
+    get_row((u32*)turns + 8 * h + 4, row + HALF + pair);
+  }
+}
+__device__ __forceinline__ void rope(float* v, const float* turns, int lane) {
+#pragma unroll
+  for (int h = 0; h < ROPE_ROUNDS; ++h) {
+    const int pair = first_pair(h, lane);
+    if (pair < 0 || pair >= HALF) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& first = v[8 * (FIRST_ROUND + h) + 2 * i];
+      float& second = v[8 * (FIRST_ROUND + h) + 2 * i + 1];
+      const float a = first, b = second, c = turns[8 * h + i], s = turns[8 * h + 4 + i];
+      first = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
+      second = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
+    }
+  }
+}
+"""
+
+#: any other pairs: the rotated elements meet in shared memory, where every lane of the token takes a pair
 ROPE = r"""
 constexpr int HALF = ROPE_DIM / 2, TURNS = (HALF + LANES - 1) / LANES;
 constexpr bool WHOLE_OCTETS = ROPE_BEGIN % 8 == 0 && ROPE_DIM % 8 == 0;

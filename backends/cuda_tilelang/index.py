@@ -7,15 +7,15 @@ import tilelang.language as T
 import torch
 
 from kvhal.backends.cuda_tilelang.build import Kernel, kernel
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
-THREADS = 128
 INT32_MAX = 2**31 - 1
 
 
 def bind_convert_index(request: Request) -> Launcher:
     """``launch(topk, block_tables, context_lens, block_size)``, see `kvhal.interface`."""
-    run = _lazily(convert_kernel, request)
+    run = _lazily(convert_kernel, "convert", request)
 
     def launch(topk: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int) -> None:
         run(topk.device)(topk, block_tables, context_lens, block_size)
@@ -25,7 +25,7 @@ def bind_convert_index(request: Request) -> Launcher:
 
 def bind_index_cat(request: Request) -> Launcher:
     """``launch(left, right, base, out)``, see `kvhal.interface`."""
-    run = _lazily(cat_kernel, request)
+    run = _lazily(cat_kernel, "cat", request)
 
     def launch(left: torch.Tensor, right: torch.Tensor, base: int, out: torch.Tensor) -> None:
         run(out.device)(left, right, base, out)
@@ -35,7 +35,7 @@ def bind_index_cat(request: Request) -> Launcher:
 
 def bind_expand_swa_index(request: Request) -> Launcher:
     """``launch(pivots, out)``, see `kvhal.interface`."""
-    run = _lazily(expand_kernel, request)
+    run = _lazily(expand_kernel, "expand", request)
 
     def launch(pivots: torch.Tensor, out: torch.Tensor) -> None:
         run(out.device)(pivots, out)
@@ -45,7 +45,7 @@ def bind_expand_swa_index(request: Request) -> Launcher:
 
 def bind_decode_swa_index(request: Request) -> Launcher:
     """``launch(offset_len, swa_block_size, out)``, see `kvhal.interface`."""
-    run = _lazily(window_kernel, request)
+    run = _lazily(window_kernel, "window", request)
 
     def launch(offset_len: torch.Tensor, swa_block_size: int, out: torch.Tensor) -> None:
         run(out.device)(offset_len, swa_block_size, out)
@@ -53,13 +53,14 @@ def bind_decode_swa_index(request: Request) -> Launcher:
     return launch
 
 
-def _lazily(factory: Callable[..., Any], request: Request) -> Callable[[torch.device], Kernel]:
-    """The kernel of a factory without arguments, built on the first call."""
+def _lazily(factory: Callable[..., Any], name: str, request: Request) -> Callable[[torch.device], Kernel]:
+    """The kernel of a factory that only asks for its threads, built on the first call."""
     built: list[Kernel] = []
+    (threads,) = shape_of(request.platform.arch, name, None)
 
     def get(device: torch.device) -> Kernel:
         if not built:
-            built.append(kernel(factory, platform=request.platform, device=device))
+            built.append(kernel(factory, threads, platform=request.platform, device=device))
         return built[0]
 
     return get
@@ -71,7 +72,7 @@ def table(rows: Any, width: Any, name: str) -> Any:
     return T.StridedTensor((rows, width), strides, "int32")
 
 
-def convert_kernel() -> Any:
+def convert_kernel(threads: int) -> Any:
     batch, queries, k, width = T.dynamic("batch"), T.dynamic("queries"), T.dynamic("k"), T.dynamic("width")
     batch_stride, query_stride = T.dynamic("batch_stride", "int64"), T.dynamic("query_stride", "int64")
     step = T.dynamic("step", "int64")
@@ -83,10 +84,10 @@ def convert_kernel() -> Any:
         context_lens: table(batch, queries, "lens"),
         block_size: T.int32,
     ):
-        with T.Kernel(batch * queries, T.ceildiv(k, THREADS), threads=THREADS) as (row, part):
+        with T.Kernel(batch * queries, T.ceildiv(k, threads), threads=threads) as (row, part):
             T.pdl_sync()
             sequence, query = T.truncdiv(row, queries), T.truncmod(row, queries)
-            column = part * THREADS + T.get_thread_binding()
+            column = part * threads + T.get_thread_binding()
             if column < k:
                 slot = T.alloc_var("int32", init=-1)
                 index = T.alloc_var("int32", init=topk[sequence, query, column])
@@ -102,7 +103,7 @@ def convert_kernel() -> Any:
     return convert
 
 
-def cat_kernel() -> Any:
+def cat_kernel(threads: int) -> Any:
     rows, width = T.dynamic("rows"), T.dynamic("width")
     left_width, right_width = T.dynamic("left_width"), T.dynamic("right_width")
 
@@ -113,9 +114,9 @@ def cat_kernel() -> Any:
         base: T.int32,
         out: table(rows, width, "out"),
     ):
-        with T.Kernel(rows, T.ceildiv(width, THREADS), threads=THREADS) as (row, part):
+        with T.Kernel(rows, T.ceildiv(width, threads), threads=threads) as (row, part):
             T.pdl_sync()
-            column = part * THREADS + T.get_thread_binding()
+            column = part * threads + T.get_thread_binding()
             if column < left_width:
                 out[row, column] = left[row, column]
             elif column < width:
@@ -127,14 +128,14 @@ def cat_kernel() -> Any:
     return cat
 
 
-def expand_kernel() -> Any:
+def expand_kernel(threads: int) -> Any:
     n, width = T.dynamic("n"), T.dynamic("width")
 
     @T.prim_func
     def expand(pivots: T.Tensor((n, 4), "int32"), out: table(n, width, "out")):
-        with T.Kernel(n, T.ceildiv(width, THREADS), threads=THREADS) as (row, part):
+        with T.Kernel(n, T.ceildiv(width, threads), threads=threads) as (row, part):
             T.pdl_sync()
-            column = part * THREADS + T.get_thread_binding()
+            column = part * threads + T.get_thread_binding()
             if column < width:
                 first = T.max(pivots[row, 1], 0)
                 value = T.alloc_var("int64", init=-1)
@@ -147,14 +148,14 @@ def expand_kernel() -> Any:
     return expand
 
 
-def window_kernel() -> Any:
+def window_kernel(threads: int) -> Any:
     n, width = T.dynamic("n"), T.dynamic("width")
 
     @T.prim_func
     def window(offset_len: T.Tensor((n, 2), "int32"), block_size: T.int32, out: table(n, width, "out")):
-        with T.Kernel(n, T.ceildiv(width, THREADS), threads=THREADS) as (row, part):
+        with T.Kernel(n, T.ceildiv(width, threads), threads=threads) as (row, part):
             T.pdl_sync()
-            column = part * THREADS + T.get_thread_binding()
+            column = part * threads + T.get_thread_binding()
             if column < width:
                 start = T.alloc_var("int32", init=offset_len[row, 0])
                 value = T.alloc_var("int64", init=-1)

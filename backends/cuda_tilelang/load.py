@@ -17,22 +17,20 @@ from kvhal.backends.cuda_tilelang.build import (
     kernel,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets, source
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry, sf_output
 
-#: data format -> (rounds of tokens that a warp reads before it writes the first, warps of a thread block); measured on an H200
-SHAPES: dict[str | None, tuple[int, int]] = {"e4m3": (2, 2), "e2m1": (2, 4), None: (1, 4)}
-SLOTS_SHAPE = (1, 4)  #: the same for loads by slot
 SF_TYPES = {torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8", torch.float8_e4m3fn: "float8_e4m3fn"}
-RAW_SHAPE = (64, 128)  #: rows of an index layout that a thread block copies, and its threads
 
 
 def bind_load(request: Request) -> Launcher:
     """``launch(cache, segments, total_k, out, out_sf)``, see `kvhal.interface`."""
     layout, block_size = request.layout, request.block_size
     built: dict[bool, Kernel] = {}
-    factory = raw_kernel if layout.is_index else load_kernel
+    factory, name = (raw_kernel, "raw") if layout.is_index else (load_kernel, "load")
+    shape = shape_of(request.platform.arch, name, layout.quantized_dtype)
 
     def launch(
         cache: torch.Tensor, segments: torch.Tensor, total_k: int, out: torch.Tensor, out_sf: torch.Tensor | None
@@ -41,7 +39,8 @@ def bind_load(request: Request) -> Launcher:
         run = built.get(wide)
         if run is None:
             alignment = ROW_ALIGNMENT if wide else out.element_size()
-            run = built[wide] = kernel(factory, layout, block_size, alignment, platform=request.platform, device=out.device)
+            arguments = (layout, block_size, alignment, shape)
+            run = built[wide] = kernel(factory, *arguments, platform=request.platform, device=out.device)
         if out_sf is None:
             run(cache, segments, total_k, out)
         else:
@@ -54,12 +53,13 @@ def bind_load_slots(request: Request) -> Launcher:
     """``launch(cache, slots, out)``, see `kvhal.interface`."""
     layout, block_size = request.layout, request.block_size
     built: dict[tuple[torch.dtype, bool], Kernel] = {}
+    shape = shape_of(request.platform.arch, "slots", layout.quantized_dtype)
 
     def launch(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
         key = (slots.dtype, aligned(out))
         run = built.get(key)
         if run is None:
-            arguments = (layout, block_size, SLOT_DTYPES[key[0]], ROW_ALIGNMENT if key[1] else BF16_BYTES)
+            arguments = (layout, block_size, SLOT_DTYPES[key[0]], ROW_ALIGNMENT if key[1] else BF16_BYTES, shape)
             run = built[key] = kernel(slots_kernel, *arguments, platform=request.platform, device=out.device)
         run(cache, slots, out)
 
@@ -97,16 +97,16 @@ def record_reader(geometry: CacheGeometry, get_data: str = "kv::get_data") -> tu
     return get_record, put_decoded
 
 
-def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tuple[int, int] | None = None) -> Any:
+def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tuple[int, int]) -> Any:
     """A thread block copies a tile of a segment's rows; the octets of its rows lie side by side on the lanes.
 
     Args:
         layout, block_size: what is static of the cache.
         alignment: bytes that divide every output row's address, ROW_ALIGNMENT or BF16_BYTES.
-        shape: see SHAPES.
+        shape: see tuned.py.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
-    tokens, warps = shape or SHAPES[layout.quantized_dtype]
+    tokens, warps = shape
     rounds, lanes, side = octets.rounds, octets.lanes, octets.tokens_a_warp
     tile = tokens * side * warps
     tiles, words = -(-block_size // tile), octets.data_words
@@ -161,9 +161,7 @@ def covered_rows(segments, index, skip, block_size, total_k):
     return block, shift, first, last
 
 
-def slots_kernel(
-    layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int] = SLOTS_SHAPE
-) -> Any:
+def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int]) -> Any:
     """As `load_kernel`, each token's record found by its slot; a slot out of range reads as zeros."""
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
     tokens, warps = shape
@@ -211,13 +209,13 @@ def slots_kernel(
     return load_slots
 
 
-def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tuple[int, int] = RAW_SHAPE) -> Any:
+def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tuple[int, int]) -> Any:
     """The load of an index layout: bytes as they are, data in chunks that lie side by side on the threads.
 
     Args:
         layout, block_size: what is static of the cache.
         alignment: bytes that divide every output row's address.
-        shape: see RAW_SHAPE.
+        shape: see tuned.py.
     """
     geometry, (tile, threads) = cache_geometry(layout, block_size), shape
     chunk = math.gcd(ROW_ALIGNMENT, layout.data_bytes, geometry.token_alignment)

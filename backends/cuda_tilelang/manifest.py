@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvhal.backends.cuda_tilelang.tuned import TABLE
 from kvhal.formats import SPECIFIED_CODECS, KVCacheFormat
 from kvhal.interface import FORMAT_OPS, Backend, Op, Reason, Request
 from kvhal.platform import Platform
@@ -63,6 +64,7 @@ BACKEND = Backend(
     language=("tilelang",),
     platforms=("cuda",),
     check=check,
+    tuned=TABLE,
     binders={
         Op.STORE: f"{_MODULE}.store:bind_store",
         Op.LOAD: f"{_MODULE}.load:bind_load",

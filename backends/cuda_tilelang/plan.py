@@ -7,26 +7,26 @@ import torch
 
 from kvhal.backends.cuda_tilelang.build import Kernel, aligned, kernel
 from kvhal.backends.cuda_tilelang.index import table
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.interface import Launcher, Request
-
-THREADS = 128
 
 
 def bind_expand_load_plan(request: Request) -> Launcher:
     """``launch(spans, block_tables, block_size, out)``, see `kvhal.interface`."""
     built: dict[bool, Kernel] = {}
+    (threads,) = shape_of(request.platform.arch, "plan", None)
 
     def launch(spans: torch.Tensor, block_tables: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
         wide = aligned(out)
         run = built.get(wide)
         if run is None:
-            run = built[wide] = kernel(plan_kernel, 4 if wide else 1, platform=request.platform, device=out.device)
+            run = built[wide] = kernel(plan_kernel, 4 if wide else 1, threads, platform=request.platform, device=out.device)
         run(spans, block_tables, block_size, spans.shape[0].bit_length(), out)
 
     return launch
 
 
-def plan_kernel(lanes: int) -> Any:
+def plan_kernel(lanes: int, threads: int) -> Any:
     """Kernel of EXPAND_LOAD_PLAN; `lanes` entries of a segment are written at once."""
     n, rows, width, count = T.dynamic("n"), T.dynamic("rows"), T.dynamic("width"), T.dynamic("count")
 
@@ -38,9 +38,9 @@ def plan_kernel(lanes: int) -> Any:
         bits: T.int32,
         out: T.Tensor((count, 4), "int32"),
     ):
-        with T.Kernel(T.ceildiv(count, THREADS), threads=THREADS) as part:
+        with T.Kernel(T.ceildiv(count, threads), threads=threads) as part:
             T.pdl_sync()
-            segment = part * THREADS + T.get_thread_binding()
+            segment = part * threads + T.get_thread_binding()
             if segment < count:
                 result = T.alloc_local((4,), "int32")
                 for field in T.serial(4):

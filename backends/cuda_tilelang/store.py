@@ -16,43 +16,40 @@ from kvhal.backends.cuda_tilelang.build import (
     kernel,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry
-
-#: data format -> (rounds of tokens that a warp reads before it uses the first, warps of a thread block); measured on an H200
-SHAPES: dict[str | None, tuple[int, int]] = {"e4m3": (2, 2), "e2m1": (4, 2), None: (2, 2)}
 
 
 def bind_store(request: Request) -> Launcher:
     """``launch(kv, cache, slots)``, see `kvhal.interface`."""
     built: dict[tuple[torch.dtype, bool], Kernel] = {}
+    shape = shape_of(request.platform.arch, "store", request.layout.quantized_dtype)
 
     def launch(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         key = (slots.dtype, aligned(kv))
         run = built.get(key)
         if run is None:
             alignment = ROW_ALIGNMENT if key[1] else BF16_BYTES
-            arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment)
+            arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment, shape)
             run = built[key] = kernel(store_kernel, *arguments, platform=request.platform, device=kv.device)
         run(kv, cache, slots)
 
     return launch
 
 
-def store_kernel(
-    layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int] | None = None
-) -> Any:
+def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int]) -> Any:
     """Each warp quantises a few tokens in registers; all their rows are read before the first is used.
 
     Args:
         layout, block_size: what is static of the cache.
         slot_dtype: "int32" or "int64".
         alignment: bytes that divide every row's address, ROW_ALIGNMENT or BF16_BYTES.
-        shape: see SHAPES.
+        shape: see tuned.py.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
-    tokens, warps = shape or SHAPES[layout.quantized_dtype]
+    tokens, warps = shape
     rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
     n, blocks = T.dynamic("n", "int64"), T.dynamic("blocks", "int64")
     kv_stride, block_stride = T.dynamic("kv_stride", "int64"), T.dynamic("block_stride", "int64")

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, reciprocal, round_bf16, to_fp32
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
-from kvhal.backends.portable_triton.launch import Kernel, store_shape
+from kvhal.backends.portable_triton.launch import Kernel, launch_shape
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.backends.portable_triton.store import element_of, quantise, record_bases, resolve_slots, write_records
@@ -186,7 +186,7 @@ def bind_fused_store(request: Request) -> Launcher:
     layout = request.layout
     record = record_of(layout, request.block_size or 1, request.platform)
     record = replace(record, narrow=record.token_stride % 8 == 0)  # a claim about addresses: only where it is true
-    tokens, warps = store_shape(record)
+    tokens, warps = launch_shape("fused", record, request.platform.arch)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
     kernels: dict[tuple, Kernel] = {}
 

@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 
 from kvhal.backends.portable_triton.launch import Kernel
+from kvhal.backends.portable_triton.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
-TILE = 1024  #: int32 entries a program
-WARPS = 4
 INT32_MAX = torch.iinfo(torch.int32).max
 INT32_LIMIT = tl.constexpr(INT32_MAX)
 
@@ -60,11 +59,12 @@ def convert_kernel(
 
 def bind_convert_index(request: Request) -> Launcher:
     """The launcher of CONVERT_INDEX (kvhal.interface, "Launchers")."""
-    kernel = Kernel(convert_kernel, (TILE,), WARPS)
+    tile, warps = shape_of(request.platform.arch, "convert", None)
+    kernel = Kernel(convert_kernel, (tile,), warps)
 
     def launch(topk, block_tables, context_lens, block_size):
         batch, queries, count = topk.shape
-        parts = (count + TILE - 1) // TILE
+        parts = (count + tile - 1) // tile
         kernel(
             batch * queries * parts,
             topk,
@@ -110,11 +110,12 @@ def cat_kernel(
 
 def bind_index_cat(request: Request) -> Launcher:
     """The launcher of INDEX_CAT (kvhal.interface, "Launchers")."""
-    kernel = Kernel(cat_kernel, (TILE,), WARPS)
+    tile, warps = shape_of(request.platform.arch, "cat", None)
+    kernel = Kernel(cat_kernel, (tile,), warps)
 
     def launch(left, right, base, out):
         rows, width = out.shape
-        parts = (width + TILE - 1) // TILE
+        parts = (width + tile - 1) // tile
         strides = left.stride(0), right.stride(0), out.stride(0)
         kernel(rows * parts, left, strides[0], right, strides[1], out, strides[2], left.shape[1], width, base, parts)
 
@@ -137,11 +138,12 @@ def expand_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, parts: tl.in
 
 def bind_expand_swa_index(request: Request) -> Launcher:
     """The launcher of EXPAND_SWA_INDEX (kvhal.interface, "Launchers")."""
-    kernel = Kernel(expand_kernel, (TILE,), WARPS)
+    tile, warps = shape_of(request.platform.arch, "expand", None)
+    kernel = Kernel(expand_kernel, (tile,), warps)
 
     def launch(pivots, out):
         rows, width = out.shape
-        parts = (width + TILE - 1) // TILE
+        parts = (width + tile - 1) // tile
         kernel(rows * parts, pivots, out, out.stride(0), width, parts)
 
     return launch
@@ -160,11 +162,12 @@ def decode_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, block_size: 
 
 def bind_decode_swa_index(request: Request) -> Launcher:
     """The launcher of DECODE_SWA_INDEX (kvhal.interface, "Launchers")."""
-    kernel = Kernel(decode_kernel, (TILE,), WARPS)
+    tile, warps = shape_of(request.platform.arch, "window", None)
+    kernel = Kernel(decode_kernel, (tile,), warps)
 
     def launch(offset_len, swa_block_size, out):
         rows, width = out.shape
-        parts = (width + TILE - 1) // TILE
+        parts = (width + tile - 1) // tile
         kernel(rows * parts, offset_len, out, out.stride(0), width, swa_block_size, parts)
 
     return launch

@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from kvhal.backends.portable_triton.record import Record, power_of_two
+from kvhal.backends.portable_triton.tuned import MAX_WARPS, shape_of
 from kvhal.errors import BackendFailure, CaptureError
 from kvhal.interface import Reason
 from kvhal.platform import is_capturing
@@ -94,20 +95,8 @@ class Kernel:
         return kernel
 
 
-def store_shape(record: Record) -> tuple[int, int]:
-    """Tokens a program and warps of kernels that quantise: 32 elements a lane, as more registers cost too many warps."""
-    return _shape(record.tile, 1024)
-
-
-def load_shape(record: Record) -> tuple[int, int]:
-    """Tokens a program and warps of kernels that dequantise: 64 elements a lane, all of whose loads are in flight at once."""
-    return _shape(record.tile, 2048)
-
-
-def copy_shape(record: Record) -> tuple[int, int]:
-    """Tokens a program and warps of kernels that copy records as they are."""
-    return max(1, 4096 // power_of_two(record.data_bytes)), 2
-
-
-def _shape(columns: int, per_warp: int) -> tuple[int, int]:
-    return max(1, per_warp // columns), min(8, max(1, columns // per_warp))
+def launch_shape(kernel: str, record: Record, arch: str) -> tuple[int, int]:
+    """Tokens a program and its warps; `kernel` is a name in tuned.py."""
+    size, least, warps = shape_of(arch, kernel, None if record.dtype == "bf16" else record.dtype)
+    columns = power_of_two(record.data_bytes) if kernel == "raw" else record.tile
+    return max(least, size // columns), min(max(MAX_WARPS, warps), warps * max(1, columns // size))

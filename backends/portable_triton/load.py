@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
-from kvhal.backends.portable_triton.launch import Kernel, copy_shape, load_shape
+from kvhal.backends.portable_triton.launch import Kernel, launch_shape
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.backends.portable_triton.store import element_of, record_bases, resolve_slots, word_of
 from kvhal.interface import Launcher, Request
@@ -171,8 +171,8 @@ def bind_load(request: Request) -> Launcher:
     layout, block_size = request.layout, request.block_size
     record = record_of(layout, block_size, request.platform)
     if layout.is_index:
-        return _bind_raw(record)
-    tokens, warps = load_shape(record)
+        return _bind_raw(record, request.platform.arch)
+    tokens, warps = launch_shape("load", record, request.platform.arch)
     kernel = Kernel(load_kernel, (record, tokens), warps)
     parts = (block_size + tokens - 1) // tokens
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
@@ -184,8 +184,8 @@ def bind_load(request: Request) -> Launcher:
     return launch
 
 
-def _bind_raw(record) -> Launcher:
-    tokens, warps = copy_shape(record)
+def _bind_raw(record, arch) -> Launcher:
+    tokens, warps = launch_shape("raw", record, arch)
     kernel = Kernel(load_raw_kernel, (record, tokens), warps)
     parts = (record.block_size + tokens - 1) // tokens
 
@@ -213,7 +213,7 @@ def bind_load_slots(request: Request) -> Launcher:
     """The launcher of LOAD_SLOTS (kvhal.interface, "Launchers")."""
     layout = request.layout
     record = record_of(layout, request.block_size, request.platform)
-    tokens, warps = load_shape(record)
+    tokens, warps = launch_shape("slots", record, request.platform.arch)
     kernel = Kernel(load_slots_kernel, (record, tokens), warps)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvhal.backends.portable_triton.record import MAX_TILE_ELEMENTS, ragged, tile_elements
+from kvhal.backends.portable_triton.tuned import TABLE
 from kvhal.formats import SPECIFIED_CODECS, KVCacheFormat
 from kvhal.interface import Backend, Op, Reason, Request
 from kvhal.platform import Platform
@@ -70,6 +71,7 @@ BACKEND = Backend(
     language=("triton",),
     platforms=_KINDS,
     check=check,
+    tuned=TABLE,
     binders={
         Op.STORE: f"{_PACKAGE}.store:bind_store",
         Op.LOAD: f"{_PACKAGE}.load:bind_load",

@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 
 from kvhal.backends.portable_triton.launch import Kernel
+from kvhal.backends.portable_triton.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
-TILE = 256  #: segments a program
-WARPS = 4
 SPAN = tl.constexpr(5)  #: int32 entries of a span
 
 
@@ -64,13 +63,14 @@ def plan_kernel(
 
 def bind_expand_load_plan(request: Request) -> Launcher:
     """The launcher of EXPAND_LOAD_PLAN (kvhal.interface, "Launchers")."""
-    kernel = Kernel(plan_kernel, (TILE,), WARPS)
+    tile, warps = shape_of(request.platform.arch, "plan", None)
+    kernel = Kernel(plan_kernel, (tile,), warps)
 
     def launch(spans, block_tables, block_size, out):
         count, number = out.shape[0], spans.shape[0]
         rows, width = block_tables.shape
         step = 1 << number.bit_length() >> 1  # the largest power of two among the counts of spans
         facts = (step, number, block_tables.stride(0), rows, width, block_size, count)
-        kernel((count + TILE - 1) // TILE, spans, block_tables, out, *facts)
+        kernel((count + tile - 1) // tile, spans, block_tables, out, *facts)
 
     return launch

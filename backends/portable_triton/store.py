@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import quantise_e4m3
 from kvhal.backends.portable_triton.codec_e2m1 import quantise_e2m1
-from kvhal.backends.portable_triton.launch import Kernel, store_shape
+from kvhal.backends.portable_triton.launch import Kernel, launch_shape
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.interface import Launcher, Request
 
@@ -146,7 +146,7 @@ def bind_store(request: Request) -> Launcher:
     """The launcher of STORE (kvhal.interface, "Launchers")."""
     layout, block_size = request.layout, request.block_size
     record = record_of(layout, block_size, request.platform)
-    tokens, warps = store_shape(record)
+    tokens, warps = launch_shape("store", record, request.platform.arch)
     kernel = Kernel(store_kernel, (record, tokens), warps)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 

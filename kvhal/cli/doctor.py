@@ -154,6 +154,21 @@ def _backend_facts(backend: Backend, platform: Platform) -> dict[str, Any]:
         "served": served,
         "asked": len(asked),
         "reasons": [{**reason_facts(reason), "against": cells} for reason, cells in against.items()],
+        "tuning": _tuning_facts(backend, platform),
+    }
+
+
+def _tuning_facts(backend: Backend, platform: Platform) -> dict[str, Any] | None:
+    """Where the launch shapes come from; None where there are none, as on a CPU, which no kernel is tuned for."""
+    table = backend.tuned
+    if table is None or platform.kind == "cpu" or platform.kind not in backend.platforms:
+        return None
+    files = table.files(platform.arch)
+    return {
+        "tuned": bool(files),
+        "files": list(files),
+        "safe_defaults": list(table.untuned(platform.arch)),
+        "run": table.command,
     }
 
 
@@ -186,6 +201,9 @@ def _show_device(device: dict[str, Any]) -> None:
             print_lines(f"  {row['backend']} cannot serve {'anything' if row['served'] == 0 else 'some of it'}:")
         for reason in row["reasons"]:
             print_lines(f"    {_describe(reason, row['asked'])}")
+    for row in device["backends"]:
+        if row["tuning"] is not None and row["served"]:
+            print_lines(f"  {row['backend']} {_describe_tuning(row['tuning'], device['arch'])}")
     chosen = {name for names in device["default"].values() for name in names}
     print_lines(f"  a call is served by: {', '.join(sorted(chosen)) or 'nothing'}")
     if device["unserved"]:
@@ -195,6 +213,13 @@ def _show_device(device: dict[str, Any]) -> None:
 
 def _text(facts: dict[str, Any]) -> str:
     return describe_reason(Reason(facts["what"], facts["have"], facts["need"], facts["hint"]))
+
+
+def _describe_tuning(facts: dict[str, Any], arch: str) -> str:
+    if not facts["tuned"]:
+        return f"is untuned on {arch}: safe defaults; run {facts['run']} to tune"
+    rest = f"; safe defaults for {', '.join(facts['safe_defaults'])}" if facts["safe_defaults"] else ""
+    return f"is tuned on {arch} by {', '.join(facts['files'])} in benchmarks/results{rest}"
 
 
 def _describe(facts: dict[str, Any], asked: int) -> str:

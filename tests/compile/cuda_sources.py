@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from tilelang import tvm
 from tilelang.engine.lower import lower
 
 from kvhal.backends.cuda_tilelang.build import PASS_CONFIGS, target
+from tests.compile.resources import Resources, measure, read_cubin
 
 ARCH = "sm_90"
+NVCC = ("nvcc", "--cubin", "-gencode", "arch=compute_90a,code=sm_90a")
 
 
 @cache
@@ -31,10 +34,25 @@ def source_of(factory: Any, *arguments: Any) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What nvcc made of some kernels: its PTX of each by name, and ptxas's report."""
+    """What nvcc made of some kernels: its PTX of each by name, ptxas's report, what each one's machine code takes."""
 
     ptx: dict[str, str]
     report: str
+    resources: dict[str, Resources]
+    threads: dict[str, int]
+
+
+def compile_group(jobs: Mapping[str, tuple[Any, ...]], folder: Path) -> tuple[dict[str, str], Compiled]:
+    """The sources of some kernels by name, and what nvcc made of them."""
+    sources = {name: source_of(*job) for name, job in jobs.items()}
+    return sources, compile_sources(sources, folder)
+
+
+def versions() -> dict[str, str]:
+    """The compilers that machine code comes from."""
+    said = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release \S+, V(\S+)", said)
+    return {"nvcc": found[1] if found else said, "tilelang": version("tilelang")}
 
 
 def compile_sources(sources: Mapping[str, str], folder: Path) -> Compiled:
@@ -47,15 +65,37 @@ def compile_sources(sources: Mapping[str, str], folder: Path) -> Compiled:
     unit = folder / "kernels.cu"
     unit.write_text("\n".join(_renamed(name, text) for name, text in sources.items()))
     root = Path(tilelang.__file__).parent
-    command = ["nvcc", "--cubin", "-O3", "-std=c++20", "-gencode", "arch=compute_90a,code=sm_90a", "-w", "-Xptxas", "-v"]
+    command = [*NVCC, "-O3", "-std=c++20", "-w", "-Xptxas", "-v"]
     command += [f"-I{root / 'src'}", f"-I{root / '3rdparty' / 'cutlass' / 'include'}", *PASS_CONFIGS["tl.device_compile_flags"]]
     command += ["--keep", "--keep-dir", str(folder), "-o", str(folder / "kernels.cubin"), str(unit)]
+    report = _run(command, folder)
+    ptx = next(folder.glob("*.ptx")).read_text()
+    parts = re.split(r"(?=\.entry )", ptx)[1:]
+    by_name = {re.match(r"\.entry (\w+)_kernel", part).group(1): part for part in parts}  # type: ignore[union-attr]
+    threads = {name: int(re.search(r"\.maxntid (\d+)", part).group(1)) for name, part in by_name.items()}  # type: ignore[union-attr]
+    return Compiled(by_name, report, _resources(folder / "kernels.cubin", threads), threads)
+
+
+def limit_registers(compiled: Compiled, registers: int, folder: Path) -> dict[str, Resources]:
+    """The same kernels with so few registers a thread that some spill. `folder` is that of `compile_sources`."""
+    text = next(folder.glob("*.ptx")).read_text()
+    limited = folder / "limited.ptx"
+    limited.write_text(text.replace(".minnctapersm 1", f".maxnreg {registers}"))
+    _run([*NVCC, "-o", str(folder / "limited.cubin"), str(limited)], folder)
+    return _resources(folder / "limited.cubin", compiled.threads)
+
+
+def _run(command: list[str], folder: Path) -> str:
+    """What a compiler says on stderr."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    ptx = next(folder.glob("*.ptx")).read_text()
-    parts = re.split(r"(?=\.entry )", ptx)[1:]
-    return Compiled({re.match(r"\.entry (\w+)_kernel", part).group(1): part for part in parts}, done.stderr)  # type: ignore[union-attr]
+    return done.stderr
+
+
+def _resources(cubin: Path, threads: Mapping[str, int]) -> dict[str, Resources]:
+    found = measure(read_cubin(cubin.read_bytes(), {f"{name}_kernel": count for name, count in threads.items()}))
+    return {name.removesuffix("_kernel"): row for name, row in found.items()}
 
 
 def _renamed(name: str, text: str) -> str:

@@ -4,78 +4,33 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvhal.formats import BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
-from kvhal.testing.formats import USER_FORMATS
+from kvhal.formats import V41_FORMAT, V41_FP4_FORMAT
 
 pytest.importorskip("tilelang")
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 
-from kvhal.backends.cuda_tilelang import fused, index, load, plan, store  # noqa: E402
-from tests.compile.cuda_sources import Compiled, compile_sources, source_of  # noqa: E402
-
-FORMATS = {**BUILTIN_FORMATS, "MAIN_384": USER_FORMATS["MAIN_384"]}
-PLAIN = fused.Stages("bfloat16", "bfloat16", fused.Rope(448, 64, False, "int64"), False, "int64", False, 16)
-EVERYTHING = fused.Stages("float32", "float32", fused.Rope(32, 64, True, "int32"), True, "int32", True, 2)
-BACK_ONLY = fused.Stages("bfloat16", None, None, False, None, True, 16)
-
-
-def _stores() -> dict[str, tuple[Any, ...]]:
-    found = {f"store_{name}": (store.store_kernel, layout, 64, "int64", 16) for name, layout in FORMATS.items()}
-    return found | {"store_narrow": (store.store_kernel, V41_FORMAT, 133, "int32", 2)}
-
-
-def _loads() -> dict[str, tuple[Any, ...]]:
-    found: dict[str, tuple[Any, ...]] = {}
-    for name, layout in FORMATS.items():
-        factory = load.raw_kernel if layout.is_index else load.load_kernel
-        found[f"load_{name}"] = (factory, layout, 64, 16)
-    return found | {"load_narrow": (load.load_kernel, V41_FP4_FORMAT, 133, 2)}
-
-
-def _slots_and_indices() -> dict[str, tuple[Any, ...]]:
-    found: dict[str, tuple[Any, ...]] = {
-        f"slots_{name}": (load.slots_kernel, layout, 64, "int64", 16) for name, layout in BUILTIN_FORMATS.items()
-    }
-    for factory in (index.convert_kernel, index.cat_kernel, index.expand_kernel, index.window_kernel):
-        found[factory.__name__.removesuffix("_kernel")] = (factory,)
-    return found | {"plan": (plan.plan_kernel, 4), "plan_narrow": (plan.plan_kernel, 1)}
-
-
-def _fused() -> dict[str, tuple[Any, ...]]:
-    stages = {
-        "V41_FORMAT": PLAIN,
-        "V41_FP4_FORMAT": PLAIN,
-        "FP4_INDEX_KV_FORMAT": EVERYTHING,
-        "FP8_FLOAT32_SF_INDEX_KV_FORMAT": EVERYTHING,
-        "MXFP8_INDEX_KV_FORMAT": EVERYTHING,
-        "BF16_FORMAT": BACK_ONLY,
-    }
-    return {f"fused_{name}": (fused.fused_kernel, BUILTIN_FORMATS[name], 3, on) for name, on in stages.items()}
-
-
-GROUPS = {"stores": _stores, "loads": _loads, "slots and indices": _slots_and_indices, "fused": _fused}
-
-
-def _compiled(group: str, folder: Path) -> tuple[dict[str, str], Compiled]:
-    sources = {name: source_of(*key) for name, key in GROUPS[group]().items()}
-    return sources, compile_sources(sources, folder)
+from kvhal.backends.cuda_tilelang import load, store  # noqa: E402
+from tests.compile.cuda_kernels import EVERYTHING, GROUPS, job, layout_of  # noqa: E402
+from tests.compile.cuda_sources import Compiled, compile_group, limit_registers, source_of, versions  # noqa: E402
+from tests.compile.resources import Baseline  # noqa: E402
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernels_compile(group: str, tmp_path: Path) -> None:
-    sources, compiled = _compiled(group, tmp_path)
+    jobs = GROUPS[group]()
+    sources, compiled = compile_group(jobs, tmp_path)
     assert set(compiled.ptx) == set(sources)
     assert not re.findall(r"[1-9]\d* bytes (?:spill|stack frame)", compiled.report), compiled.report
     for name, ptx in compiled.ptx.items():
         waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
         reads = [match.start() for match in re.finditer(r"\b(?:ld|st)\.global", ptx)]
         assert len(waits) == 1 and waits[0] < min(reads), f"{name} touches memory before its inputs are there"
-        assert "fma.rn.f32" not in ptx or EVERYTHING in GROUPS[group]()[name], f"{name}: a product was not rounded"
+        assert "fma.rn.f32" not in ptx or EVERYTHING in jobs[name], f"{name}: a product was not rounded"
         triggers = [match.start() for match in re.finditer(r"griddepcontrol\.launch_dependents", ptx)]
         assert bool(triggers) == (name == "cat")
         if triggers:
@@ -87,6 +42,32 @@ def test_kernels_compile(group: str, tmp_path: Path) -> None:
         assert [len(found) for found in stores] == [1, 4] and "v4" in stores[0][0], f"a segment is one access: {stores}"
     if group in ("stores", "loads"):
         _check_no_format_branch({name: text for name, text in sources.items() if name.endswith("_FORMAT")})
+    _check_resources(compiled)
+    if group == "stores":
+        _check_planted_regressions(compiled, tmp_path)
+
+
+def _check_resources(compiled: Compiled) -> None:
+    failures, remarks = Baseline().compare("cuda_tilelang", compiled.resources, versions())
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=1)
+    assert not failures, "\n".join(failures)
+
+
+def _check_planted_regressions(compiled: Compiled, folder: Path) -> None:
+    """Accesses of two bytes, and a register limit that spills, in kernels that have just passed."""
+    found = compiled.resources
+    narrow, _ = Baseline().compare("cuda_tilelang", {"store_V41_FORMAT": found["store_narrow"]}, versions())
+    assert any(re.search(r"store_V41_FORMAT +load +16 -> 4 +worse", line) for line in narrow), narrow
+    spilled = limit_registers(compiled, 24, folder)
+    assert set(spilled) == set(found)
+    failures, _ = Baseline().compare("cuda_tilelang", spilled, versions())
+    for what in ("spill_stores", "spill_loads", "stack"):
+        assert any(re.search(rf"store_V41_FP4_FORMAT +{what} +0 -> [1-9]\d* +worse", line) for line in failures), failures
+
+
+def test_every_kernel_has_a_baseline_and_every_baseline_a_kernel() -> None:
+    assert Baseline().keys("cuda_tilelang") == {name for group in GROUPS.values() for name in group()}
 
 
 def _check_fp8_load(ptx: str) -> None:
@@ -102,7 +83,7 @@ def _check_no_format_branch(sources: dict[str, str]) -> None:
     """Each kernel holds one codec, and takes nothing at run time that could choose among several."""
     marks = {"e4m3": "scaled_pair", "e2m1": "ABOVE_TIES"}
     for name, text in sources.items():
-        layout: KVCacheFormat = FORMATS[name.partition("_")[2]]
+        layout = layout_of(name)
         for dtype, mark in marks.items():
             assert (mark in text) == (layout.quantized_dtype == dtype), f"{name} and the codec of {dtype}"
         parameters = text[text.index('extern "C"') :].split("(", 2)[1].split(")")[0]
@@ -111,12 +92,12 @@ def _check_no_format_branch(sources: dict[str, str]) -> None:
 
 
 def test_a_block_size_is_part_of_the_code() -> None:
-    whole, odd = (source_of(store.store_kernel, V41_FORMAT, size, "int64", 16) for size in (64, 133))
+    whole, odd = (source_of(*job(store.store_kernel, V41_FORMAT, size, "int64", 16)) for size in (64, 133))
     assert "(uint64_t)64" in whole and "(uint64_t)133" in odd
 
 
 def test_fp4_addresses_are_bytes() -> None:
     """288 bytes a token and 4 an octet: a stride in elements would be off by two."""
-    text = source_of(load.load_kernel, V41_FP4_FORMAT, 64, 16)
+    text = source_of(*job(load.load_kernel, V41_FP4_FORMAT, 64, 16))
     assert "(((int64_t)first_1) * (int64_t)288)" in text
     assert re.search(r"\(int64_t\)31\) \* \(int64_t\)4\)", text)

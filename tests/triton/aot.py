@@ -9,7 +9,11 @@ import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing import get_context
+from typing import Any
+
+from tests.compile.resources import Code, Resources, measure, read_cubin
 
 TARGETS: dict[str, tuple[str, str]] = {  #: architecture -> platform kind, Triton's backend
     "sm_80": ("cuda", "cuda"),
@@ -18,6 +22,7 @@ TARGETS: dict[str, tuple[str, str]] = {  #: architecture -> platform kind, Trito
     "gfx942": ("rocm", "hip"),
     "gfx950": ("rocm", "hip"),
 }
+MEASURED = "sm_90"  #: its kernels are held to tests/compile/resources.json
 
 
 @dataclass(frozen=True)
@@ -29,18 +34,24 @@ class Job:
     format: str | None
     variant: str = ""
 
+    @property
+    def kernel(self) -> str:
+        """Its name beside other kernels of the architecture."""
+        return "-".join(part for part in (self.op, self.format, self.variant) if part)
+
     def __str__(self) -> str:
-        return "-".join(part for part in (self.arch, self.op, self.format, self.variant) if part)
+        return f"{self.arch}-{self.kernel}"
 
 
 @dataclass(frozen=True)
 class Built:
-    """What came of a job: bytes of machine code, or the error; seconds it took."""
+    """What came of a job: bytes of machine code, or the error; seconds it took; the code, for MEASURED."""
 
     job: Job
     size: int
     error: str
     seconds: float
+    code: Code | None = None
 
 
 def jobs(arch: str) -> list[Job]:
@@ -116,9 +127,13 @@ def build(job: Job) -> Built:
     from tests.triton.calls import call
 
     built: list[int] = []
+    taken: list[Code] = []
 
     def compile_only(kernel: Kernel, programs: int, *args: object) -> None:
-        built.append(len(machine_code(kernel, args, job.arch)))
+        compiled = machine_code(kernel, args, job.arch)
+        built.append(len(compiled.kernel))
+        if job.arch == MEASURED:
+            taken.append(_code_of(compiled))
 
     began, launch = time.monotonic(), Kernel.__call__
     Kernel.__call__ = compile_only  # type: ignore[method-assign]
@@ -128,7 +143,8 @@ def build(job: Job) -> Built:
         return Built(job, 0, f"{type(error).__name__}: {str(error)[:300]}", time.monotonic() - began)
     finally:
         Kernel.__call__ = launch  # type: ignore[method-assign]
-    return Built(job, sum(built), "" if built else "no kernel was launched", time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Built(job, sum(built), "" if len(built) == 1 else f"{len(built)} kernels were launched", seconds, *taken[:1])
 
 
 def specialise(kernel: object, args: tuple[object, ...], arch: str) -> tuple[object, ...]:
@@ -146,7 +162,24 @@ def specialise(kernel: object, args: tuple[object, ...], arch: str) -> tuple[obj
     return target, backend, options, bound, specialisation
 
 
-def machine_code(kernel: object, args: tuple[object, ...], arch: str) -> bytes:
+def versions() -> dict[str, str]:
+    """The compilers that NVIDIA machine code comes from."""
+    import triton
+
+    return {"triton": version("triton"), "ptxas": triton.knobs.nvidia.ptxas.version}
+
+
+def resources_of(built: list[Built]) -> dict[str, Resources]:
+    """What the kernels of MEASURED take, by their name."""
+    return measure({result.job.kernel: result.code for result in built if result.code is not None})
+
+
+def _code_of(compiled: Any) -> Code:
+    (code,) = read_cubin(compiled.kernel, 32 * compiled.metadata.num_warps, compiled.metadata.shared).values()
+    return code
+
+
+def machine_code(kernel: object, args: tuple[object, ...], arch: str) -> Any:
     """The kernel compiled for these arguments and this architecture."""
     import triton
     from triton.compiler import ASTSource
@@ -155,5 +188,4 @@ def machine_code(kernel: object, args: tuple[object, ...], arch: str) -> bytes:
     function = kernel.function
     options, signature, constants, attributes = function._pack_args(backend, options, bound, specialisation, options)
     source = ASTSource(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options=options.__dict__)
-    return compiled.kernel
+    return triton.compile(source, target=target, options=options.__dict__)

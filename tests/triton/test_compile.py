@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import defaultdict
 
 import pytest
 import torch
 
-from tests.triton.aot import TARGETS, Job, compile_all, count_variants, jobs
+from tests.compile.resources import Baseline
+from tests.triton.aot import MEASURED, TARGETS, Built, Job, compile_all, count_variants, jobs, resources_of, versions
 
 pytest.importorskip("triton")
 
@@ -17,7 +20,7 @@ ANY = 16  #: variants of one kernel over all alignments of rows and both types o
 
 def chosen(arch: str) -> list[Job]:
     """All jobs where the project's numbers come from; elsewhere one of each kernel and codec, to bound the time."""
-    if arch == "sm_90":
+    if arch == MEASURED:
         return jobs(arch)
     formats = {"V41_FORMAT", "V41_FP4_FORMAT", "FP8_FLOAT32_SF_INDEX_KV_FORMAT", "BF16_FORMAT", None}
     return [job for job in jobs(arch) if job.format in formats and job.variant in ("", "norm-rope")]
@@ -31,6 +34,25 @@ def test_every_kernel_compiles(arch: str, record_property: pytest.RecordProperty
     record_property("compiled", " ".join(str(result.job) for result in built))
     assert [f"{result.job}: {result.error}" for result in built if result.error] == []
     assert all(result.size for result in built)
+    if arch == MEASURED:
+        _check_resources(built)
+
+
+def _check_resources(built: list[Built]) -> None:
+    """Vector widths, spills and registers are the baseline's; and a narrowed store would have been noticed."""
+    found = resources_of(built)
+    baseline = Baseline()
+    failures, remarks = baseline.compare("portable_triton", found, versions())
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=1)
+    assert not failures, "\n".join(failures)
+    narrow = {"store_kv_cache-V41_FORMAT": found["store_kv_cache-V41_FORMAT-misaligned"]}
+    failures, _ = baseline.compare("portable_triton", narrow, versions())
+    assert any(re.search(r"V41_FORMAT +load +16 -> \d +worse", line) for line in failures), failures
+
+
+def test_every_kernel_has_a_baseline_and_every_baseline_a_kernel() -> None:
+    assert Baseline().keys("portable_triton") == {job.kernel for job in jobs(MEASURED)}
 
 
 def test_few_variants_are_compiled() -> None:

@@ -136,7 +136,9 @@ def test_auto_toml_names_every_key() -> None:
     assert all(re.search(rf"^(# )?{key} = ", text, re.MULTILINE) for key in keys)
 
 
-@pytest.mark.parametrize("name", ["scripts/demo", "scripts/test", "scripts/bench", "scripts/venv.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["scripts/demo", "scripts/test", "scripts/bench", "scripts/resources", "scripts/venv.sh", ".ci/run"]
+)
 def test_scripts_are_well_formed(name: str) -> None:
     path = ROOT / name
     subprocess.run(["bash", "-n", str(path)], check=True)
