@@ -124,7 +124,7 @@ def main() -> None:
     found = profile(wanted, ["-", "--backends", options.backends, "--tokens", options.tokens])
     empty = 1e3 * clock.empty_us
     found = [{**cell, "bound": bound_of(cell, empty)} for cell in found]
-    options.out.write_text(json.dumps({**environment(clock), "cells": found}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**environment(clock), "kernels": found}, indent=1) + "\n")
     for cell in found:
         shares = " ".join(f"{name.removesuffix('_percent')} {cell[name]:.0f}" for name in METRICS if name.endswith("_percent"))
         name = f"{cell['backend']} {cell['op']} {cell['format']} {cell['tokens']} {cell['pattern']}"

@@ -83,7 +83,10 @@ def measured() -> str:
         parts += [f"{title} ({link} has all sizes):", "", _pivot(document["cells"], largest), "", document.get("note", ""), ""]
     if not parts:
         return "Not measured yet: benchmarks/results holds no results."
-    how = "Share of the bandwidth of a large copy on the same device in the same run, and microseconds a call."
+    how = (
+        "Share of the bandwidth of a large copy on the same device in the same run: of a call in a stream of such calls / of a"
+        " call alone after L2 was overwritten; in brackets microseconds of a call in a stream."
+    )
     return "\n".join([how, "", *parts, f"Other measurements: {', '.join(linked)}." if linked else ""]).rstrip()
 
 
@@ -93,7 +96,8 @@ def _pivot(cells: list[dict[str, Any]], tokens: int) -> str:
     backends = list(dict.fromkeys(cell["backend"] for cell in chosen))
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for cell in chosen:
-        text = f"{cell['ratio']:.2f} ({cell['median_us']:,.0f})"
+        alone = f" / {cell['alone_ratio']:.2f}" if cell.get("alone_ratio") is not None else ""
+        text = f"{cell['ratio']:.2f}{alone} ({cell['median_us']:,.0f})"
         rows.setdefault((f"`{cell['op']}`", cell["format"], cell["pattern"]), {})[cell["backend"]] = text
     columns = ("operation", "format", "tokens lie", *backends)
     return markdown_table(columns, [(*key, *(found.get(name) for name in backends)) for key, found in sorted(rows.items())])

@@ -25,6 +25,7 @@ from kvhal.version import __version__
 REFERENCE = "reference_torch"
 ROTATION_BYTES = 1 << 28  #: buffers rotated through add up to this, several times any L2
 MAX_ROTATION = 32
+STREAM = 16  #: calls in a row at least, so that what lies between two graphs does not count
 REPEATS = 21
 CPU_SECONDS = 0.5  #: time spent on one cell on a CPU
 HOST_CALLS = 300
@@ -38,9 +39,12 @@ class Result:
     Attributes:
         backend, op, format, tokens, block_size, pattern: the cell; format is "-" for index operations.
         bytes: what must move.
-        median_us: device time of a call in microseconds (CPU: wall time).
-        gbs: bytes over time, GB/s.
+        median_us: device time of a call in a stream of such calls, in microseconds (CPU: wall time of a call).
+        gbs: bytes over that time, GB/s.
         ratio: gbs over the copy bandwidth of the same run.
+        alone_us: device time of one call alone, L2 overwritten before it: launch, ramp and drain count, and what the call
+            leaves in L2 to be written later does not; None on a CPU.
+        alone_ratio: as `ratio`, for `alone_us`.
         host_us: host time of an eager call in microseconds, None where it was not measured.
         simulated: never to be read as a statement about hardware.
     """
@@ -55,6 +59,8 @@ class Result:
     median_us: float
     gbs: float
     ratio: float
+    alone_us: float | None
+    alone_ratio: float | None
     host_us: float | None
     simulated: bool = False
 
@@ -77,17 +83,38 @@ class Clock:
         source, target = (torch.randint(0, 255, (size,), dtype=torch.uint8, device=device) for _ in range(2))
         # launched one by one: inside a captured graph a copy becomes another, slower operation of the driver
         self.copy_gbs = 2 * size / self._time(lambda: target.copy_(source), replay=False) / 1e3
+        self.trash = source[: ROTATION_BYTES if device.type != "cpu" else 0]
         one = torch.zeros(1, device=device)
         self.empty_us = self.median_us([lambda: one.add_(1)] * MAX_ROTATION)
 
     def median_us(self, calls: list[Callable[[], Any]]) -> float:
-        """Microseconds of one call, the median of many rounds over all of `calls`."""
+        """Microseconds of one call, the median of many rounds over all of `calls`, on a device several in a row."""
+        rounds = 1 if self.device.type == "cpu" else -(-STREAM // len(calls))
 
         def run() -> None:
-            for call in calls:
+            for call in calls * rounds:
                 call()
 
-        return self._time(run, replay=True) / len(calls)
+        return self.run_us(run) / len(calls) / rounds
+
+    def run_us(self, run: Callable[[], Any]) -> float:
+        """Microseconds of all that `run` launches, median; on a CUDA device as one replayed graph."""
+        return self._time(run, replay=True)
+
+    def alone_us(self, call: Callable[[], Any]) -> float | None:
+        """Microseconds of a call after L2 was overwritten, median; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        times = []
+        for _ in range(REPEATS):
+            self.trash.zero_()
+            begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            times.append((begin, end))
+        torch.accelerator.synchronize(self.device)
+        return statistics.median(begin.elapsed_time(end) for begin, end in times) * 1e3
 
     def _time(self, run: Callable[[], Any], *, replay: bool) -> float:
         run()
@@ -154,11 +181,13 @@ def measure(
         count = 1 if clock.device.type == "cpu" else min(MAX_ROTATION, max(1, ROTATION_BYTES // first.bytes))
         works = [first] + [make_work(op, layout, tokens, block_size, pattern, clock.device, n) for n in range(1, count)]
         median = clock.median_us([work.call for work in works])
+        alone = clock.alone_us(first.call)
         host = clock.host_us(first.call) if tokens <= HOST_TOKENS and clock.device.type != "cpu" else None
     gbs = first.bytes / median / 1e3
     name = "-" if layout is None else format_to_text(layout)
-    ratio = gbs / clock.copy_gbs
-    return Result(backend, str(op), name, tokens, block_size, pattern, first.bytes, median, gbs, ratio, host, simulate)
+    cell = (backend, str(op), name, tokens, block_size, pattern, first.bytes, median, gbs, gbs / clock.copy_gbs)
+    alone_ratio = None if alone is None else first.bytes / alone / 1e3 / clock.copy_gbs
+    return Result(*cell, alone, alone_ratio, host, simulate)
 
 
 def verify(work: Work, expected: Work, backend: str) -> None:

@@ -140,11 +140,26 @@ def _show(document: dict[str, Any]) -> None:
             f"{cell['median_us']:,.1f}",
             f"{cell['gbs']:,.1f}",
             f"{cell['ratio']:.2f}",
+            "-" if cell["alone_us"] is None else f"{cell['alone_us']:,.1f}",
+            "-" if cell["alone_ratio"] is None else f"{cell['alone_ratio']:.2f}",
             "-" if cell["host_us"] is None else f"{cell['host_us']:.1f}",
         )
         for cell in document["cells"]
     ]
-    columns = ("backend", "operation", "format", "tokens", "pattern", "bytes", "us", "GB/s", "of copy", "host us")
+    columns = (
+        "backend",
+        "operation",
+        "format",
+        "tokens",
+        "pattern",
+        "bytes",
+        "us",
+        "GB/s",
+        "of copy",
+        "alone us",
+        "of copy",
+        "host us",
+    )
     print_table(f"{document['device']}, commit {document['commit']}", columns, rows, columns[3:4] + columns[5:])
     print_lines(f"copy {document['copy_gbs']:,.1f} GB/s (read plus written), smallest kernel {document['empty_us']:.1f} us")
 
