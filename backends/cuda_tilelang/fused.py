@@ -18,7 +18,7 @@ from kvhal.backends.cuda_tilelang.build import (
     kernel,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
-from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROPE, ROPE_INSIDE
+from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROOT, ROPE, ROPE_INSIDE
 from kvhal.backends.cuda_tilelang.store import record_writer
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import KVCacheFormat
@@ -118,7 +118,7 @@ def fused_source(layout: KVCacheFormat, stages: Stages, tokens_a_block: int) -> 
     constants = {"ELEMENTS": layout.elements, "TOKENS_A_BLOCK": tokens_a_block}
     functions = [CONVERT]
     if stages.weight_dtype is not None:
-        functions.append(NORM)
+        functions += [ROOT, NORM]
     if stages.rope is not None:
         rope = stages.rope
         constants |= {"ROPE_BEGIN": rope.begin, "ROPE_DIM": rope.dim, "ROPE_NEOX": int(rope.neox)}

@@ -28,6 +28,21 @@ __device__ __forceinline__ void narrow(u32* raw, const float* v) {
 }
 """
 
+#: of the mean of squares
+ROOT = r"""
+// fl(1 / fl(sqrt(x))). Away from the ends of fp32's range both are one Newton step from the hardware's estimates, as the
+// intrinsics' own fast paths (tests/gpu compares all inputs): one check instead of two, and no calls
+__device__ __forceinline__ float inverse_root(float x) {
+  if (!(x >= 0x1p-96f && x <= 0x1p96f)) return __frcp_rn(__fsqrt_rn(x));
+  float y, q;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  float root = __fmul_rn(x, y);
+  root = __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(y, 0.5f), root);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(root));
+  return __fmaf_rn(q, __fmaf_rn(-q, root, 1.f), q);
+}
+"""
+
 #: weights lie in shared memory, the first halves of all octets before the second ones, so that lanes read side by side;
 #: the sum of squares is a tree over adjacent pairs: inside an octet, across lanes, then across rounds. With two rounds, even
 #: lanes sum the first and odd lanes the second, which halves the exchanges and changes no pair.
@@ -52,17 +67,6 @@ template <int BYTES> __device__ __forceinline__ void stage(float* shared, const 
 }
 __device__ __forceinline__ void stage_bf16(float* shared, const void* weight) { stage<2>(shared, weight); }
 __device__ __forceinline__ void stage_fp32(float* shared, const void* weight) { stage<4>(shared, weight); }
-// fl(1 / fl(sqrt(x))). Away from the ends of fp32's range both are one Newton step from the hardware's estimates, as the
-// intrinsics' own fast paths (tests/gpu compares all inputs): one check instead of two, and no calls
-__device__ __forceinline__ float inverse_root(float x) {
-  if (!(x >= 0x1p-96f && x <= 0x1p96f)) return __frcp_rn(__fsqrt_rn(x));
-  float y, q;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  float root = __fmul_rn(x, y);
-  root = __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(y, 0.5f), root);
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(root));
-  return __fmaf_rn(q, __fmaf_rn(-q, root, 1.f), q);
-}
 __device__ __forceinline__ float across(float sum, int from) {
 #pragma unroll
   for (int n = from; n < LANES; n *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, n));
