@@ -1,4 +1,4 @@
-"""Regenerates the README's generated sections from the package, the demo, and benchmarks/results/*.json.
+"""Regenerates the generated sections of README.md and docs/performance.md from the package, the demo, and benchmarks/results.
 
 Run it with the Python of .venv. Result files are those that `kvhal bench --json` and the GPU benchmarks write.
 """
@@ -6,43 +6,14 @@ Run it with the Python of .venv. Result files are those that `kvhal bench --json
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from performance_tables import TABLES
+from sections import RESULTS, ROOT, markdown_table, with_section
+
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results"
-
-
-def section(text: str, name: str) -> str:
-    """What stands in the section now.
-
-    Raises:
-        ValueError: the README has no such section.
-    """
-    found = re.search(_pattern(name), text, re.DOTALL)
-    if found is None:
-        raise ValueError(f"README.md has no section <!-- generated: {name} -->")
-    return found[2]
-
-
-def with_section(text: str, name: str, body: str) -> str:
-    """The text with another body in the section."""
-    section(text, name)
-    return re.sub(_pattern(name), lambda found: f"{found[1]}{body}\n{found[3]}", text, flags=re.DOTALL)
-
-
-def _pattern(name: str) -> str:
-    return rf"(<!-- generated: {name} -->\n)(.*?)(<!-- end generated -->)"
-
-
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; None is shown as a dash."""
-    lines = [columns, ["---"] * len(columns), *(["-" if cell is None else str(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+PERFORMANCE = ROOT / "docs" / "performance.md"
 
 
 def formats() -> str:
@@ -103,15 +74,21 @@ def _pivot(cells: list[dict[str, Any]], tokens: int) -> str:
     return markdown_table(columns, [(*key, *(found.get(name) for name in backends)) for key, found in sorted(rows.items())])
 
 
+#: section -> the file that it is in, and what makes it
+SECTIONS = {
+    **{name: (README, make) for name, make in (("formats", formats), ("demo", demo), ("measured", measured))},
+    **{name: (PERFORMANCE, make) for name, make in TABLES.items()},
+}
+
+
 def main() -> None:
     """Rewrites the sections named on the command line, all of them by default."""
-    makers = {"formats": formats, "demo": demo, "measured": measured}
-    unknown = [name for name in sys.argv[1:] if name not in makers]
+    unknown = [name for name in sys.argv[1:] if name not in SECTIONS]
     if unknown:
-        raise SystemExit(f"update_readme.py: unknown section {unknown[0]!r}, known: {', '.join(makers)}")
-    for name in sys.argv[1:] or makers:
-        text = README.read_text(encoding="utf-8")
-        README.write_text(with_section(text, name, makers[name]()), encoding="utf-8")
+        raise SystemExit(f"update_readme.py: unknown section {unknown[0]!r}, known: {', '.join(SECTIONS)}")
+    for name in sys.argv[1:] or SECTIONS:
+        path, make = SECTIONS[name]
+        path.write_text(with_section(path.read_text(encoding="utf-8"), name, make()), encoding="utf-8")
 
 
 if __name__ == "__main__":

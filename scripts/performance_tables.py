@@ -1,0 +1,123 @@
+"""The tables of docs/performance.md, each from one file of benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from sections import RESULTS, markdown_table
+
+SHORT = {"fused_norm_rope_hadamard_cast_store_kvcache": "fused store"}
+
+
+def _file(name: str) -> dict[str, Any] | None:
+    path = RESULTS / name
+    found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return found
+
+
+def _titled(name: str, document: dict[str, Any], table: str) -> str:
+    commit = f", commit {document['commit']}" if document.get("commit") else ""
+    return f"{document['device']}{commit} ([{name}](../benchmarks/results/{name})):\n\n{table}"
+
+
+def _made(name: str, make: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    def table() -> str:
+        document = _file(name)
+        return "Not measured yet." if document is None else _titled(name, document, make(document))
+
+    return table
+
+
+def _profile(document: dict[str, Any]) -> str:
+    rows = [
+        (
+            SHORT.get(cell["op"], f"`{cell['op']}`"),
+            cell["format"],
+            cell["pattern"] if cell["format"] != "-" else "-",
+            cell["backend"],
+            f"{cell['nanoseconds'] / 1e3:,.1f}",
+            *(f"{cell[name]:.0f}" for name in ("dram_percent", "l2_percent", "issue_percent", "warps_percent")),
+            f"{cell['registers']:.0f}",
+            cell["bound"],
+        )
+        for cell in sorted(document["kernels"], key=lambda one: (one["op"], one["format"], one["pattern"], one["backend"]))
+        if cell["tokens"] == max(one["tokens"] for one in document["kernels"])
+    ]
+    names = ("operation", "format", "tokens lie", "backend", "us", "DRAM", "L2", "issue", "warps", "registers", "bound")
+    return markdown_table(names, rows)
+
+
+def _small(document: dict[str, Any]) -> str:
+    """Microseconds in a stream at the smaller sizes, a column a backend and size."""
+    sizes = sorted({cell["tokens"] for cell in document["cells"]}, reverse=True)[1:]
+    backends = list(dict.fromkeys(cell["backend"] for cell in document["cells"]))
+    rows: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
+    for cell in document["cells"]:
+        if cell["tokens"] in sizes and cell["pattern"] in ("pages", "-"):
+            name = SHORT.get(cell["op"], f"`{cell['op']}`")
+            rows.setdefault((name, cell["format"]), {})[cell["backend"], cell["tokens"]] = cell["median_us"]
+    columns = [(backend, size) for backend in backends for size in sizes]
+    table = [(*key, *(f"{found[at]:.2f}" if at in found else None for at in columns)) for key, found in sorted(rows.items())]
+    head = ("operation", "format", *(f"{backend}, {size:,}" for backend, size in columns))
+    return f"Microseconds in a stream; the smallest kernel takes {document['empty_us']:.2f}.\n\n{markdown_table(head, table)}"
+
+
+def _decode(document: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["backend"],
+            row["format"],
+            row["streams"],
+            f"{row['gathered_rows']:,}",
+            row["launches"],
+            f"{row['microseconds']:,.2f}",
+            f"{row['gathered_bytes'] / row['microseconds'] / 1e3 / document['copy_gbs']:.2f}",
+        )
+        for row in document["results"]
+    ]
+    head = ("backend", "format", "streams", "rows gathered", "launches a layer", "us a layer", "gathered bytes, share of copy")
+    text = (
+        f"Fused store, conversion of {document['top_k']} top-k indices a stream, gather of {document['window']} records"
+        f" of the window and of those: {document['layers']} layers as one graph, replayed. One launch stands for the indexer."
+    )
+    return f"{text}\n\n{markdown_table(head, rows)}"
+
+
+def _plan(document: dict[str, Any]) -> str:
+    rows = [
+        (row["backend"], *(f"{row[name]:,.1f}" if name in row else None for name in ("host", "device", "ready", "kernel")))
+        for row in document["plans"]
+    ]
+    first = document["host"][0]
+    rows.insert(0, ("made on the host, stays there", f"{first['median_ms'] * 1e3:,.1f}", None, None, None))
+    return markdown_table(("microseconds", "host", "device", "ready", "kernel alone"), rows)
+
+
+def _host(document: dict[str, Any]) -> str:
+    rows = [
+        (row["op"], row["backend"], *(f"{row[name]:.2f}" for name in ("public", "kernel", "difference", "ratio")))
+        for row in document["microseconds"]
+    ]
+    table = markdown_table(("operation", "backend", "public", "kernel", "more", "ratio"), rows)
+    return f"{table}\n\ntorch's own `add_` on the same machine: {document['add_']:.2f}."
+
+
+def _sanitize(document: dict[str, Any]) -> str:
+    rows = [
+        (backend, tool, found["cases"], found["problems"])
+        for backend, tools in document["results"].items()
+        for tool, found in tools.items()
+    ]
+    return markdown_table(("backend", "tool", "cases", "problems"), rows)
+
+
+TABLES = {
+    "profile": _made("h200_profile.json", _profile),
+    "small": _made("h200_bench.json", _small),
+    "decode": _made("h200_decode.json", _decode),
+    "plan": _made("h200_plan.json", _plan),
+    "host": _made("h200_host.json", _host),
+    "sanitize": _made("h200_sanitize.json", _sanitize),
+}
