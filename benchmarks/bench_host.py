@@ -80,7 +80,7 @@ def record_calls() -> list[Call]:
     kv = torch.zeros((TOKENS, LAYOUT.elements), dtype=torch.bfloat16)
     slots, out = torch.arange(TOKENS), torch.zeros_like(kv)
     segments = torch.tensor([[0, 0, TOKENS, 0]], dtype=torch.int32)
-    norm, rope = kvhal.NormArgs(torch.ones(512)), kvhal.RopeArgs(slots, torch.ones(TOKENS, 64), 64, offset=448)
+    norm, rope = kvhal.NormArgs(torch.ones(512)), kvhal.RopeArgs(slots.clone(), torch.ones(TOKENS, 64), 64, offset=448)
     cast, to = kvhal.CastArgs.for_layout(LAYOUT), kvhal.KVCacheOutArgs(cache, slots, LAYOUT)
     fused = (kv, norm.weight, norm.eps, slots, rope.cos_sin_cache, [64, 0, 448], False, "e4m3", 32, True, "ue8m0")
     return [

@@ -34,11 +34,18 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """The policy in force, the launchers bound under it and the calls validated. A change means another object."""
+    """The policy in force, the launchers bound under it and the calls validated. A change means another object.
+
+    Attributes:
+        policy: what configuration asks for.
+        table: (operation, format, block size, device) -> launcher.
+        calls, near: see `kvhal.ops.repeated`.
+    """
 
     policy: Policy
     table: dict[Any, Any] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
+    near: tuple[dict[Any, Any], ...] = field(default_factory=lambda: tuple({} for _ in Op))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +62,8 @@ _NO_OVERRIDE = _Override()
 _override: ContextVar[_Override] = ContextVar("kvhal_override", default=_NO_OVERRIDE)
 _configured = _Override()  # the layers of `configure`, highest precedence first
 _scopes: dict[Any, Scope] = {}
+#: what the scope before was made of, and the scope: (override, configured, KVHAL_BACKEND, KVHAL_STRICT, scope)
+_before: tuple[Any, Any, Any, Any, Scope | None] = (None, None, None, None, None)
 
 # The environment is looked at on every call, so that a change takes effect on the next one. os.environ.get costs microseconds
 # (it encodes, decodes and raises inside); the mapping beneath it costs a tenth of one.
@@ -66,18 +75,26 @@ _CONFIG_KEY, _BACKEND_KEY, _STRICT_KEY = (
 
 
 def current() -> Scope:
-    """The scope that the next call uses; a few dictionary look-ups when nothing has changed."""
-    path = _environment.get(_CONFIG_KEY)
-    key = (
-        _override.get(),
-        _configured,
-        _environment.get(_BACKEND_KEY),
-        _environment.get(_STRICT_KEY),
-        path and (path, _stamp(path)),
-    )
+    """The scope that the next call uses; when nothing has changed since the call before, a few comparisons by identity."""
+    global _before
+    path, backend, strict = _environment.get(_CONFIG_KEY), _environment.get(_BACKEND_KEY), _environment.get(_STRICT_KEY)
+    override, before = _override.get(), _before
+    if (
+        path is None  # a file may have changed: its time is looked at
+        and override is before[0]
+        and _configured is before[1]
+        and backend is before[2]
+        and strict is before[3]
+        and before[4] is not None
+    ):
+        return before[4]
+    configured = _configured
+    key = (override, configured, backend, strict, path and (path, _stamp(path)))
     scope = _scopes.get(key)
     if scope is None:
-        scope = _scopes[key] = Scope(merge(_layers(key[0], key[1])))
+        scope = _scopes[key] = Scope(merge(_layers(override, configured)))
+    if path is None:
+        _before = (override, configured, backend, strict, scope)
     return scope
 
 
@@ -216,6 +233,9 @@ def configure(
 
 def forget() -> None:
     """Drops every merged policy and bound launcher; the next call decides anew."""
+    global _before, _configured
+    _configured = _Override(_configured.layers)  # a scope that another thread is still making belongs to the one before
+    _before = (None, None, None, None, None)
     _scopes.clear()
 
 

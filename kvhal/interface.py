@@ -122,6 +122,11 @@ Launcher = Callable[..., None]
 # checked everything about shapes, dtypes, strides and devices; the launcher must only be safe on metadata VALUES.
 #
 # request.layout and request.block_size are static for a launcher; block counts, block strides, rows and tokens are dynamic.
+# A launcher may have an attribute `prepare`: a function of the same arguments that launches nothing and returns a launcher for
+# calls whose scalars and stages are the same, whose tensors have the same dtypes, shapes, strides and devices, and whose kv,
+# out, back and weights start on multiples of 16 bytes; it is asked for such a call only. So what these facts decide is decided
+# once. The prepared launcher keeps none of the tensors, and reads those of NormArgs and RopeArgs on every call.
+#
 # Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Calls with nothing to write
 # never come; a cache without blocks does, and so does an index table without columns.
 #
@@ -159,8 +164,9 @@ Launcher = Callable[..., None]
 # FUSED_STORE       launch(kv, norm, rope, hadamard, cache, slots, back)
 #                   kv bf16|fp32 rows [n, elements]; norm NormArgs|None (weight contiguous [elements] bf16|fp32);
 #                   rope RopeArgs|None (positions int32|int64 contiguous [n]; cos_sin_cache fp32 rows [max_position, rope_dim];
-#                   a position out of range reads cos = sin = 0); hadamard HadamardArgs|None; cache and slots, both None when
-#                   nothing is stored (request.layout holds the format then); back bf16 rows [n, elements] or None.
+#                   a position out of range reads cos = sin = 0; offset None rotates the last rope_dim elements);
+#                   hadamard HadamardArgs|None; cache and slots, both None when nothing is stored (request.layout holds the
+#                   format then); back bf16 rows [n, elements] or None.
 
 
 @dataclass(frozen=True)

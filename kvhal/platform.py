@@ -162,9 +162,13 @@ def device_guard(device: torch.device) -> AbstractContextManager[Any] | None:
 
 
 def on_device(launch: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """`launch` with `device` made current around it where more than one device exists; `launch` itself otherwise."""
+    """`launch` with `device` made current around it where more than one device exists; `launch` itself otherwise.
+
+    So are the launchers that `launch.prepare` returns, where it has one.
+    """
     if device.type == "cuda" and torch.cuda.device_count() > 1:
-        current = torch.cuda.current_device
+        # torch.cuda.current_device first asks whether CUDA has been initialised; the tensors of a call lie there already
+        current = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
     elif device.type == "npu":
         current = torch.npu.current_device  # type: ignore[attr-defined]
     else:
@@ -178,4 +182,7 @@ def on_device(launch: Callable[..., None], device: torch.device) -> Callable[...
         with device_guard(device):  # type: ignore[union-attr]
             launch(*arguments)
 
+    prepare = getattr(launch, "prepare", None)
+    if prepare is not None:
+        guarded.prepare = lambda *arguments: on_device(prepare(*arguments), device)  # type: ignore[attr-defined]
     return guarded

@@ -12,6 +12,7 @@ import torch
 from tilelang import tvm
 
 from kvhal.errors import CaptureError
+from kvhal.interface import Launcher
 from kvhal.layout import CacheGeometry
 from kvhal.platform import Platform, is_capturing
 
@@ -69,6 +70,17 @@ def _callable(compiled: Any) -> Kernel:
     module = executable.jit() if hasattr(executable, "jit") else executable
     function: Kernel = module["main"]
     return function
+
+
+def launcher(prepare: Callable[..., Kernel]) -> Launcher:
+    """A launcher that runs what `prepare` returns for its arguments, and lets its caller keep that ("Launchers" in
+    `kvhal.interface`)."""
+
+    def launch(*arguments: Any) -> None:
+        prepare(*arguments)(*arguments)
+
+    launch.prepare = prepare
+    return launch
 
 
 def aligned(tensor: torch.Tensor) -> bool:

@@ -16,13 +16,14 @@ from kvhal.backends.cuda_tilelang.build import (
     cache_argument,
     call,
     kernel,
+    launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
 from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROOT, ROPE, ROPE_INSIDE
 from kvhal.backends.cuda_tilelang.store import record_writer
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import KVCacheFormat
-from kvhal.interface import HadamardArgs, Launcher, NormArgs, Request, RopeArgs
+from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import CacheGeometry, cache_geometry
 
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
@@ -70,18 +71,13 @@ class Stages:
 def bind_fused_store(request: Request) -> Launcher:
     """``launch(kv, norm, rope, hadamard, cache, slots, back)``, see `kvhal.interface`."""
     layout, block_size = request.layout, request.block_size or 1
-    built: dict[Any, tuple[Kernel, torch.Tensor]] = {}
+    built: dict[Stages, Kernel] = {}
     shape = shape_of(request.platform.arch, "fused", layout.quantized_dtype)
 
-    def launch(
-        kv: torch.Tensor,
-        norm: NormArgs | None,
-        rope: RopeArgs | None,
-        hadamard: HadamardArgs | None,
-        cache: torch.Tensor | None,
-        slots: torch.Tensor | None,
-        back: torch.Tensor | None,
-    ) -> None:
+    def prepare(
+        kv: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, hadamard: Any, *into: torch.Tensor | None
+    ) -> Kernel:
+        _, slots, back = into
         if kv.shape[0] > MAX_TOKENS:
             raise ValueError(f"kv: has {kv.shape[0]} rows, {request.op} takes {MAX_TOKENS} at a time; pass it in parts")
         wide = aligned(kv) and (back is None or aligned(back)) and (norm is None or norm.weight.data_ptr() % ROW_ALIGNMENT == 0)
@@ -95,14 +91,23 @@ def bind_fused_store(request: Request) -> Launcher:
             back is not None,
             ROW_ALIGNMENT if wide else BF16_BYTES,
         )
-        if stages not in built:
-            run = kernel(fused_kernel, layout, block_size, stages, shape, platform=request.platform, device=kv.device)
-            built[stages] = run, torch.empty(1, device=kv.device)  # stands for arguments that are left out
-        run, absent = built[stages]
+        run = built.get(stages)
+        if run is None:
+            compiled = kernel(fused_kernel, layout, block_size, stages, shape, platform=request.platform, device=kv.device)
+            run = built[stages] = _without_holes(compiled, torch.empty(1, device=kv.device))
+        return run
+
+    return launcher(prepare)
+
+
+def _without_holes(run: Kernel, absent: torch.Tensor) -> Kernel:
+    """A kernel behind the launcher's arguments; `absent`, a tensor of one float, stands for those that are left out."""
+
+    def launch(kv: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, _: Any, *into: torch.Tensor | None) -> None:
         weight, eps = (absent, 0.0) if norm is None else (norm.weight, float(norm.eps))
         positions, cos_sin = (absent, absent) if rope is None else (rope.positions, rope.cos_sin_cache)
-        into = [absent if tensor is None else tensor for tensor in (cache, slots, back)]
-        run(kv, weight, eps, positions, cos_sin, *into)
+        cache, slots, back = [absent if tensor is None else tensor for tensor in into]
+        run(kv, weight, eps, positions, cos_sin, cache, slots, back)
 
     return launch
 

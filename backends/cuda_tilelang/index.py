@@ -6,7 +6,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kvhal.backends.cuda_tilelang.build import Kernel, kernel
+from kvhal.backends.cuda_tilelang.build import Kernel, kernel, launcher
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
@@ -15,55 +15,35 @@ INT32_MAX = 2**31 - 1
 
 def bind_convert_index(request: Request) -> Launcher:
     """``launch(topk, block_tables, context_lens, block_size)``, see `kvhal.interface`."""
-    run = _lazily(convert_kernel, "convert", request)
-
-    def launch(topk: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int) -> None:
-        run(topk.device)(topk, block_tables, context_lens, block_size)
-
-    return launch
+    return _of_one_kernel(convert_kernel, "convert", request)
 
 
 def bind_index_cat(request: Request) -> Launcher:
     """``launch(left, right, base, out)``, see `kvhal.interface`."""
-    run = _lazily(cat_kernel, "cat", request)
-
-    def launch(left: torch.Tensor, right: torch.Tensor, base: int, out: torch.Tensor) -> None:
-        run(out.device)(left, right, base, out)
-
-    return launch
+    return _of_one_kernel(cat_kernel, "cat", request)
 
 
 def bind_expand_swa_index(request: Request) -> Launcher:
     """``launch(pivots, out)``, see `kvhal.interface`."""
-    run = _lazily(expand_kernel, "expand", request)
-
-    def launch(pivots: torch.Tensor, out: torch.Tensor) -> None:
-        run(out.device)(pivots, out)
-
-    return launch
+    return _of_one_kernel(expand_kernel, "expand", request)
 
 
 def bind_decode_swa_index(request: Request) -> Launcher:
     """``launch(offset_len, swa_block_size, out)``, see `kvhal.interface`."""
-    run = _lazily(window_kernel, "window", request)
-
-    def launch(offset_len: torch.Tensor, swa_block_size: int, out: torch.Tensor) -> None:
-        run(out.device)(offset_len, swa_block_size, out)
-
-    return launch
+    return _of_one_kernel(window_kernel, "window", request)
 
 
-def _lazily(factory: Callable[..., Any], name: str, request: Request) -> Callable[[torch.device], Kernel]:
-    """The kernel of a factory that only asks for its threads, built on the first call."""
+def _of_one_kernel(factory: Callable[..., Any], name: str, request: Request) -> Launcher:
+    """The launcher of a factory that only asks for its threads; its kernel takes what the launcher does."""
     built: list[Kernel] = []
     (threads,) = shape_of(request.platform.arch, name, None)
 
-    def get(device: torch.device) -> Kernel:
+    def prepare(first: torch.Tensor, *_: Any) -> Kernel:
         if not built:
-            built.append(kernel(factory, threads, platform=request.platform, device=device))
+            built.append(kernel(factory, threads, platform=request.platform, device=first.device))
         return built[0]
 
-    return get
+    return launcher(prepare)
 
 
 def table(rows: Any, width: Any, name: str) -> Any:

@@ -15,6 +15,7 @@ from kvhal.backends.cuda_tilelang.build import (
     cache_argument,
     call,
     kernel,
+    launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets, source
 from kvhal.backends.cuda_tilelang.tuned import shape_of
@@ -32,9 +33,9 @@ def bind_load(request: Request) -> Launcher:
     factory, name = (raw_kernel, "raw") if layout.is_index else (load_kernel, "load")
     shape = shape_of(request.platform.arch, name, layout.quantized_dtype)
 
-    def launch(
+    def prepare(
         cache: torch.Tensor, segments: torch.Tensor, total_k: int, out: torch.Tensor, out_sf: torch.Tensor | None
-    ) -> None:
+    ) -> Kernel:
         wide = aligned(out)
         run = built.get(wide)
         if run is None:
@@ -42,11 +43,10 @@ def bind_load(request: Request) -> Launcher:
             arguments = (layout, block_size, alignment, shape)
             run = built[wide] = kernel(factory, *arguments, platform=request.platform, device=out.device)
         if out_sf is None:
-            run(cache, segments, total_k, out)
-        else:
-            run(cache, segments, total_k, out, out_sf)
+            return lambda cache, segments, total_k, out, out_sf: run(cache, segments, total_k, out)
+        return run
 
-    return launch
+    return launcher(prepare)
 
 
 def bind_load_slots(request: Request) -> Launcher:
@@ -55,15 +55,15 @@ def bind_load_slots(request: Request) -> Launcher:
     built: dict[tuple[torch.dtype, bool], Kernel] = {}
     shape = shape_of(request.platform.arch, "slots", layout.quantized_dtype)
 
-    def launch(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    def prepare(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> Kernel:
         key = (slots.dtype, aligned(out))
         run = built.get(key)
         if run is None:
             arguments = (layout, block_size, SLOT_DTYPES[key[0]], ROW_ALIGNMENT if key[1] else BF16_BYTES, shape)
             run = built[key] = kernel(slots_kernel, *arguments, platform=request.platform, device=out.device)
-        run(cache, slots, out)
+        return run
 
-    return launch
+    return launcher(prepare)
 
 
 def record_reader(geometry: CacheGeometry, get_data: str = "kv::get_data") -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from kvhal.backends.cuda_tilelang.build import (
     cache_argument,
     call,
     kernel,
+    launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
 from kvhal.backends.cuda_tilelang.tuned import shape_of
@@ -27,16 +28,16 @@ def bind_store(request: Request) -> Launcher:
     built: dict[tuple[torch.dtype, bool], Kernel] = {}
     shape = shape_of(request.platform.arch, "store", request.layout.quantized_dtype)
 
-    def launch(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    def prepare(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Kernel:
         key = (slots.dtype, aligned(kv))
         run = built.get(key)
         if run is None:
             alignment = ROW_ALIGNMENT if key[1] else BF16_BYTES
             arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment, shape)
             run = built[key] = kernel(store_kernel, *arguments, platform=request.platform, device=kv.device)
-        run(kv, cache, slots)
+        return run
 
-    return launch
+    return launcher(prepare)
 
 
 def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int]) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 import kvhal
 from kvhal import Op, binding
-from kvhal.ops import fused
+from kvhal.ops import fused_calls
 from kvhal.testing.case import PUBLIC
 from tests.faults.calls import good
 
@@ -54,7 +54,7 @@ def test_nothing_is_launched(what: str, strict: bool, monkeypatch: pytest.Monkey
     def fail(*arguments: Any) -> None:
         raise AssertionError("a launcher was asked for")
 
-    for module in (binding, fused):
+    for module in (binding, fused_calls):
         monkeypatch.setattr(module, "launcher", fail)
     kvhal.configure(strict=strict)
     op, change = EMPTY[what]

@@ -15,7 +15,7 @@ from kvhal import bench
 from kvhal.bench import timing
 from kvhal.cli import app
 from kvhal.interface import Op
-from kvhal.ops import cache as cache_ops
+from kvhal.ops import cache_calls as cache_ops
 
 SMALL = ["bench", "--ops", "store_kv_cache", "--formats", "V41_FORMAT", "--backends", "reference_torch", "--tokens", "70"]
 

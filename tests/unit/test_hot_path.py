@@ -68,7 +68,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         monkeypatch.setattr(module, name, counting)
 
     wrap(binding, "resolve")
-    for module in ("cache", "index", "fused", "plan"):
+    for module in ("cache_calls", "index_calls", "fused_calls", "plan"):
         wrap(importlib.import_module(f"kvhal.ops.{module}"), "check_tensor")
     kvhal.configure()
     yield count

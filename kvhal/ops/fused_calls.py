@@ -1,0 +1,232 @@
+"""`kvhal.ops.fused` where a call is not like the one before: an equal one is found, or it is validated and bound."""
+
+from __future__ import annotations
+
+import math
+from types import NoneType
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from kvhal.binding import launcher
+from kvhal.config import Scope
+from kvhal.formats import KVCacheFormat
+from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, Launcher, NormArgs, Op, RopeArgs
+from kvhal.layout import geometry_of
+from kvhal.ops import strict
+from kvhal.ops.checks import (
+    SLOT_DTYPES,
+    check_contiguous,
+    check_int,
+    check_rows,
+    check_same_device,
+    check_tensor,
+    check_type,
+    record_rows,
+    reject,
+)
+from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, keep_near, remember
+
+STAGES = ("norm", "rope", "hadamard")
+
+
+def fused(
+    scope: Scope,
+    kv: torch.Tensor,
+    norm: NormArgs | None,
+    rope: RopeArgs | None,
+    hadamard: HadamardArgs | None,
+    casting: CastArgs,
+    out: KVCacheOutArgs | None,
+) -> torch.Tensor | None:
+    if is_compiling():
+        from kvhal import library
+
+        return library.fused_store(kv, norm, rope, hadamard, casting, out)
+    stages = (norm, rope, hadamard)
+    scalars = scalars_of(*stages, casting, out)
+    tensors = None if scalars is None else as_before(scalars, kv, *stages, casting, out)
+    key = None if scalars is None or tensors is None else call_key(Op.FUSED_STORE, scalars, *tensors)
+    call = find(scope, key, out.kv_cache if key and out else None)
+    cache: torch.Tensor | None
+    slots: torch.Tensor | None
+    if call is not None:
+        back: torch.Tensor | None = call.new()
+        cache, slots = (None, None) if out is None else (out.kv_cache, out.slot_mapping)
+        call.launch(kv, *stages, cache, slots, back)
+    else:
+        check_tensor("kv", kv, (torch.bfloat16, torch.float32))
+        _check_types(*stages, casting, out)
+        layout, block_size = _layout(kv, casting, out)
+        rows = record_rows("kv", kv, layout.elements)
+        cache, slots = _check_arguments(rows, *stages, out)
+        shape = (rows.shape[0], layout.elements)
+        back = torch.empty(shape, dtype=torch.bfloat16, device=kv.device) if casting.cast_back else None
+        if rows.shape[0] == 0 or (back is None and cache is not None and cache.shape[0] == 0):
+            return back
+        if scope.policy.strict:
+            _check_values(rope, cache, slots, block_size)
+        names = tuple(name for name, on in zip(STAGES, stages, strict=True) if on is not None)
+        launch = _bound(scope, layout, block_size, kv.device, names)
+        launch(rows, *stages, cache, slots, back)
+        new = None if back is None else allocator(back)
+        key = key if rows is kv else None
+        call = remember(scope, key, lambda: Call(launch, tensors or (), scalars or (), new))
+    if call is not None and tensors is not None:
+        hint = 0 if cache is None else cache.data_ptr()
+        aligned = (kv, None if norm is None else norm.weight, back)
+        keep_near(scope, FUSED_STORE, hint, call, tensors, aligned, kv, *stages, cache, slots, back)
+    return back
+
+
+def as_before(
+    scalars: tuple[Any, ...], kv: Any, norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any
+) -> tuple[Any, ...] | None:
+    """The tensors of a call whose other arguments are those that `scalars_of` took from another one; None when they are not."""
+    kinds, known_cast, eps, rotation, layout = scalars
+    if kinds != (type(norm), type(rope), type(hadamard), type(out)):
+        return None
+    if casting is not known_cast and (type(casting) is not CastArgs or casting != known_cast):
+        return None
+    tensors: tuple[Any, ...] = (kv,)
+    if norm is not None:
+        if norm.eps != eps or type(norm.eps) is not type(eps):
+            return None
+        tensors += (norm.weight,)
+    if rope is not None:
+        width, neox, offset = rotation
+        if rope.rope_dim != width or type(rope.rope_dim) is not int or rope.is_neox_style is not neox:
+            return None
+        if rope.offset != offset or type(rope.offset) is not type(offset):
+            return None
+        tensors += (rope.positions, rope.cos_sin_cache)
+    if out is not None:
+        if out.layout is not layout:
+            return None
+        tensors += (out.kv_cache, out.slot_mapping)
+    return tensors
+
+
+def scalars_of(norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> tuple[Any, ...] | None:
+    """All of a call but its tensors; None when an argument is not of its own class, or a number is not a plain one."""
+    kinds = (type(norm), type(rope), type(hadamard), type(out))
+    allowed = (NormArgs, RopeArgs, HadamardArgs, KVCacheOutArgs)
+    if any(kind not in (NoneType, own) for kind, own in zip(kinds, allowed, strict=True)) or type(casting) is not CastArgs:
+        return None
+    eps = None if norm is None else norm.eps
+    rotation = None if rope is None else (rope.rope_dim, rope.is_neox_style, rope.offset)
+    if type(eps) not in (NoneType, float, int):
+        return None
+    if rotation is not None and (type(rotation[0]) is not int or type(rotation[2]) not in (NoneType, int)):
+        return None
+    return kinds, casting, eps, rotation, None if out is None else out.layout
+
+
+def _bound(
+    scope: Scope, layout: KVCacheFormat, block_size: int | None, device: torch.device, stages: tuple[str, ...]
+) -> Launcher:
+    key = (Op.FUSED_STORE, layout, block_size, device, stages)
+    launch: Launcher | None = scope.table.get(key)
+    if launch is None:
+        launch = scope.table[key] = launcher(scope, Op.FUSED_STORE, layout, block_size, device, stages)
+    return launch
+
+
+def _check_types(norm: object, rope: object, hadamard: object, cast: object, out: object) -> None:
+    check_type("cast_args", cast, CastArgs)
+    optional = (("norm_args", norm, NormArgs), ("rope_args", rope, RopeArgs), ("hadamard_args", hadamard, HadamardArgs))
+    for name, value, kind in (*optional, ("out_args", out, KVCacheOutArgs)):
+        if value is not None:
+            check_type(name, value, kind)
+
+
+def _layout(kv: torch.Tensor, cast: CastArgs, out: KVCacheOutArgs | None) -> tuple[KVCacheFormat, int | None]:
+    """The record's format and block size: the cache's, or the format that cast_args spells when nothing is stored."""
+    if cast.round_sf != (cast.sf_format == "ue8m0"):
+        reject("cast_args.round_sf", f"{cast.round_sf} with sf_format {cast.sf_format!r}", "True exactly for 'ue8m0'")
+    if out is None:
+        if not cast.cast_back:
+            reject(
+                "out_args", "None without cast_args.cast_back", "a KVCacheOutArgs, or cast_back=True", "nothing would be done"
+            )
+        return _record(cast, kv.shape[1:].numel()), None
+    check_tensor("out_args.kv_cache", out.kv_cache, (torch.uint8, torch.bfloat16), rank=4)
+    layout = geometry_of(out.kv_cache, out.layout, None if out.layout else cast.sf_format).layout
+    have = (cast.fmt, cast.num_per_channels, cast.sf_format)
+    need = (layout.quantized_dtype, layout.elements_per_sf, layout.sf_format)
+    if have != need:
+        reject("cast_args", f"(fmt, num_per_channels, sf_format) = {have}", f"{need}, as the cache's layout {layout}")
+    return layout, out.kv_cache.shape[1]
+
+
+def _record(cast: CastArgs, elements: int) -> KVCacheFormat:
+    """A record of `elements` as cast_args spells it; its scales follow its data, since no cache says otherwise."""
+    group, scale = cast.num_per_channels, cast.sf_format
+    try:
+        if cast.fmt is None:
+            return KVCacheFormat(None, 0, group, elements, False, scale, "cast_args")
+        return KVCacheFormat(cast.fmt, elements, group, 0, True, scale, "cast_args", token_interleaved=True)
+    except ValueError as error:
+        raise ValueError(f"cast_args: {error}") from error
+
+
+def _check_arguments(
+    rows: torch.Tensor,
+    norm: NormArgs | None,
+    rope: RopeArgs | None,
+    hadamard: HadamardArgs | None,
+    out: KVCacheOutArgs | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The cache and its slots, all arguments checked against the rows."""
+    (tokens, elements), device = rows.shape, rows.device
+    if norm is not None:
+        _check_norm(norm, elements, device)
+    if rope is not None:
+        _check_rope(rope, elements, tokens, device)
+    if hadamard is not None and elements & (elements - 1):
+        reject("hadamard_args", f"records of {elements} elements", "a power of two")
+    return (None, None) if out is None else _check_out(out, tokens, device)
+
+
+def _check_norm(norm: NormArgs, elements: int, device: torch.device) -> None:
+    check_tensor("norm_args.weight", norm.weight, (torch.bfloat16, torch.float32), rank=1)
+    if norm.weight.shape[0] != elements:
+        reject("norm_args.weight", f"{norm.weight.shape[0]} elements", f"{elements}, one an element of the record")
+    check_contiguous("norm_args.weight", norm.weight)
+    if not (isinstance(norm.eps, float | int) and math.isfinite(norm.eps) and norm.eps >= 0):
+        reject("norm_args.eps", norm.eps, "a finite number >= 0")
+    check_same_device(device, "kv", **{"norm_args.weight": norm.weight})
+
+
+def _check_rope(rope: RopeArgs, elements: int, tokens: int, device: torch.device) -> None:
+    check_tensor("rope_args.positions", rope.positions, SLOT_DTYPES, rank=1)
+    check_contiguous("rope_args.positions", rope.positions)
+    if rope.positions.shape[0] != tokens:
+        reject("rope_args.positions", f"{rope.positions.shape[0]} entries", f"{tokens}, one a token")
+    width = check_int("rope_args.rope_dim", rope.rope_dim, 2, elements)
+    if width % 2:
+        reject("rope_args.rope_dim", width, "an even count")
+    if rope.offset is not None:
+        check_int("rope_args.offset", rope.offset, 0, elements - width)
+    check_tensor("rope_args.cos_sin_cache", rope.cos_sin_cache, (torch.float32,), rank=2)
+    check_rows("rope_args.cos_sin_cache", rope.cos_sin_cache, columns=width)
+    check_same_device(device, "kv", **{"rope_args.positions": rope.positions, "rope_args.cos_sin_cache": rope.cos_sin_cache})
+
+
+def _check_out(out: KVCacheOutArgs, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = check_tensor("out_args.slot_mapping", out.slot_mapping, SLOT_DTYPES, rank=1)
+    check_contiguous("out_args.slot_mapping", slots)
+    if slots.shape[0] != tokens:
+        reject("out_args.slot_mapping", f"{slots.shape[0]} slots", f"{tokens}, one a token")
+    check_same_device(device, "kv", **{"out_args.kv_cache": out.kv_cache, "out_args.slot_mapping": slots})
+    return out.kv_cache, slots
+
+
+def _check_values(
+    rope: RopeArgs | None, cache: torch.Tensor | None, slots: torch.Tensor | None, block_size: int | None
+) -> None:
+    if cache is not None and slots is not None and block_size is not None:
+        strict.check_store_slots(slots, cache.shape[0] * block_size)
+    if rope is not None:
+        strict.check_positions(rope.positions, rope.cos_sin_cache.shape[0])
