@@ -46,12 +46,19 @@ def check_int(name: str, value: SupportsIndex, low: int, high: int = INT32_MAX) 
         TypeError: not an integer.
         ValueError: out of range.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = None if isinstance(value, bool) else _index(value)
+    if number is None:
         raise TypeError(f"{name}: has {value!r}, needs an int")
-    number = operator.index(value)
     if not low <= number <= high:
         reject(name, number, f"{low} <= {name} <= {high}")
     return number
+
+
+def _index(value: SupportsIndex) -> int | None:
+    try:
+        return operator.index(value)
+    except TypeError:  # no number, or one of a class that cannot always be one: a tensor
+        return None
 
 
 def record_rows(
