@@ -47,7 +47,7 @@ from kvhal.ops import (
 )
 from kvhal.platform import Platform, detect
 from kvhal.version import __version__
-from kvhal.warm import warmup
+from kvhal.warm import FusedStages, warmup
 
 __all__ = [
     "BF16_FORMAT",
@@ -62,6 +62,7 @@ __all__ = [
     "ConfigError",
     "Decision",
     "ForcedBackendError",
+    "FusedStages",
     "HadamardArgs",
     "InvalidMetadata",
     "KVCacheFormat",

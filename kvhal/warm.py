@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from kvhal.formats import SUPPORTED_KV_CACHE_FORMATS, KVCacheFormat
-from kvhal.interface import FORMAT_OPS, CastArgs, KVCacheOutArgs, Op
+from kvhal.interface import FORMAT_OPS, CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, Op, RopeArgs
 from kvhal.layout import alloc_kv_cache
 from kvhal.ops import (
     convert_kv_index,
@@ -26,31 +27,64 @@ from kvhal.ops import (
 )
 
 
+@dataclass(frozen=True)
+class FusedStages:
+    """One kind of fused store that will be called: what its kernel depends on beside the format, block size and slots' dtype.
+
+    Args:
+        norm: dtype of NormArgs.weight, torch.bfloat16 or torch.float32; None without the stage.
+        rope_dim: rotated elements; 0 without the stage.
+        is_neox_style, offset: as in RopeArgs.
+        positions: dtype of RopeArgs.positions, torch.int32 or torch.int64.
+        hadamard: the stage is on.
+        cast_back: the dequantised rows are returned.
+        store: the rows are stored; False is a call without out_args, which needs cast_back.
+        rows: dtype of the rows that come in, torch.bfloat16 or torch.float32.
+    """
+
+    norm: torch.dtype | None = None
+    rope_dim: int = 0
+    is_neox_style: bool = False
+    offset: int | None = None
+    positions: torch.dtype = torch.int64
+    hadamard: bool = False
+    cast_back: bool = False
+    store: bool = True
+    rows: torch.dtype = torch.bfloat16
+
+
 def warmup(
     ops: Iterable[Op | str] | None = None,
     *,
     layouts: Iterable[KVCacheFormat] = SUPPORTED_KV_CACHE_FORMATS,
     block_size: int = 64,
     device: torch.device | str = "cpu",
+    fused: Iterable[FusedStages] = (FusedStages(),),
 ) -> None:
     """Builds the kernels that later calls need, several at once, by making the calls themselves on a one-block scratch cache.
 
-    A fused store is built without stages; stages, their options and cast_back make other kernels, so make one such call on
-    a scratch cache before capturing a graph with it.
+    After it, calls of these kinds can be captured into a graph at once. Rows are taken to start on multiples of 16 bytes and
+    to be a multiple of 16 elements apart; others need kernels of their own.
 
     Args:
         ops: the operations, all when None.
         layouts: the record formats that will be used.
         block_size: tokens a block that will be used; call once for each.
         device: where the kernels will run.
+        fused: the kinds of fused store that will be called, each with every layout; by default the one without stages.
 
     Raises:
-        ValueError: `ops` names no operation; the message lists them.
+        ValueError: `ops` names no operation (the message lists them), or a layout's records cannot go through the stages.
         UnsupportedError: an operation cannot be served on this device; ForcedBackendError when a backend was forced.
     """
     wanted = [Op(op) for op in (Op if ops is None else ops)]
     device = torch.device(device)
-    calls = [partial(_warm_format, op, layout, block_size, device) for layout in layouts for op in wanted if op in FORMAT_OPS]
+    layouts, fused = tuple(layouts), tuple(fused)
+    record_ops = [op for op in wanted if op in FORMAT_OPS and op != Op.FUSED_STORE]
+    calls: list[Callable[[], None]]
+    calls = [partial(_warm_format, op, layout, block_size, device) for layout in layouts for op in record_ops]
+    if Op.FUSED_STORE in wanted:
+        calls += [partial(_warm_fused, stages, layout, block_size, device) for layout in layouts for stages in fused]
     calls += [partial(_warm_index, op, block_size, device) for op in wanted if op not in FORMAT_OPS]
     with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1) or 1) as pool:  # compilers run outside the interpreter lock
         for built in [pool.submit(copy_context().run, call) for call in calls]:
@@ -66,13 +100,27 @@ def _warm_format(op: Op, layout: KVCacheFormat, block_size: int, device: torch.d
             store_kv_cache(rows, cache, slots, layout=layout)
         elif op == Op.LOAD_SLOTS:
             load_kv_slots(cache, slots, layout=layout)
-        elif op == Op.FUSED_STORE:
-            fused_norm_rope_hadamard_cast_store_kvcache(
-                rows, cast_args=CastArgs.for_layout(layout), out_args=KVCacheOutArgs(cache, slots, layout)
-            )
     if op == Op.LOAD:
         segments = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
         load_paged_kv_cache(cache, segments, 1, layout=layout)
+
+
+def _warm_fused(stages: FusedStages, layout: KVCacheFormat, block_size: int, device: torch.device) -> None:
+    new = partial(torch.zeros, device=device)
+    cache = alloc_kv_cache(1, block_size, layout, device).zero_()
+    for dtype in (torch.int32, torch.int64) if stages.store else (torch.int64,):
+        rope = None
+        if stages.rope_dim:
+            positions, table = new(1, dtype=stages.positions), new((1, stages.rope_dim), dtype=torch.float32)
+            rope = RopeArgs(positions, table, stages.rope_dim, stages.is_neox_style, stages.offset)
+        fused_norm_rope_hadamard_cast_store_kvcache(
+            new((1, layout.elements), dtype=stages.rows),
+            norm_args=None if stages.norm is None else NormArgs(new(layout.elements, dtype=stages.norm)),
+            rope_args=rope,
+            hadamard_args=HadamardArgs() if stages.hadamard else None,
+            cast_args=CastArgs.for_layout(layout, cast_back=stages.cast_back),
+            out_args=KVCacheOutArgs(cache, new(1, dtype=dtype), layout) if stages.store else None,
+        )
 
 
 def _warm_index(op: Op, block_size: int, device: torch.device) -> None:

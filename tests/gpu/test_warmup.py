@@ -1,0 +1,42 @@
+"""On a GPU: whatever was named to a warm-up is captured into a graph without building anything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvhal
+from kvhal import CastArgs, FusedStages, KVCacheOutArgs, NormArgs, RopeArgs
+from kvhal.layout import alloc_kv_cache
+
+pytestmark = pytest.mark.gpu
+BLOCK_SIZE = 29  # no other test builds for it
+
+
+@pytest.mark.parametrize("backend", ["cuda_tilelang", "portable_triton"])
+@pytest.mark.parametrize("layout", [kvhal.V41_FORMAT, kvhal.V41_FP4_FORMAT], ids=str)
+def test_a_fused_store_is_captured_at_once(backend: str, layout: kvhal.KVCacheFormat) -> None:
+    """Norm, rotary embedding and cast-back; the graph's bytes are those of an eager call."""
+    kind = FusedStages(norm=torch.bfloat16, rope_dim=64, cast_back=True)
+    n, device = 37, torch.device("cuda", torch.cuda.current_device())
+    kv = torch.randn((n, 512), device=device).bfloat16()
+    norm = NormArgs(torch.randn(512, device=device).bfloat16())
+    rope = RopeArgs(torch.arange(n, device=device), torch.randn((99, 64), device=device), 64)
+    casting, slots = CastArgs.for_layout(layout, cast_back=True), torch.randperm(2 * BLOCK_SIZE, device=device)[:n]
+    caches = [alloc_kv_cache(2, BLOCK_SIZE, layout, device).zero_() for _ in range(2)]
+
+    def call(cache: torch.Tensor) -> torch.Tensor | None:
+        return kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
+            kv, norm_args=norm, rope_args=rope, cast_args=casting, out_args=KVCacheOutArgs(cache, slots, layout)
+        )
+
+    with kvhal.use_backend(backend):
+        kvhal.warmup(layouts=[layout], block_size=BLOCK_SIZE, device=device, fused=[kind])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            back = call(caches[0])
+            loaded = kvhal.load_kv_slots(caches[0], slots, layout=layout)
+        graph.replay()
+        assert back is not None and torch.equal(back, loaded)
+        eager = call(caches[1])
+        assert eager is not None and torch.equal(back, eager) and torch.equal(caches[0], caches[1])
