@@ -161,18 +161,22 @@ def device_guard(device: torch.device) -> AbstractContextManager[Any] | None:
     return None
 
 
+def current_index(kind: str) -> Callable[[], int]:
+    """What tells the index of the current device of a kind that has several, "cuda" or "npu"."""
+    if kind == "npu":
+        return torch.npu.current_device  # type: ignore[no-any-return, attr-defined]
+    # torch.cuda.current_device asks first whether CUDA has been initialised: tensors lie there already
+    return getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 def on_device(launch: Callable[..., None], device: torch.device) -> Callable[..., None]:
     """`launch` with `device` made current around it where more than one device exists; `launch` itself otherwise.
 
     So are the launchers that `launch.prepare` returns, where it has one.
     """
-    if device.type == "cuda" and torch.cuda.device_count() > 1:
-        # torch.cuda.current_device first asks whether CUDA has been initialised; the tensors of a call lie there already
-        current = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-    elif device.type == "npu":
-        current = torch.npu.current_device  # type: ignore[attr-defined]
-    else:
+    if device.type != "npu" and not (device.type == "cuda" and torch.cuda.device_count() > 1):
         return launch
+    current = current_index(device.type)
     index = device.index
 
     def guarded(*arguments: Any) -> None:

@@ -87,13 +87,20 @@ def test_a_launch_for_another_device_makes_it_current(monkeypatch: pytest.Monkey
             current[0] = self.before
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: current[0])
+    monkeypatch.setattr("torch._C._cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr("torch.cuda.device", Guard)
     launches = [on_device(lambda value: log.append((value, current[0])), torch.device("cuda", index)) for index in (0, 1)]
     for value, launch in enumerate([launches[1], launches[0], launches[1]]):
         launch(value)
     assert log == [(0, 1), (1, 0), (2, 1)]
     assert current == [0]
+
+    def launch(value: int) -> None:
+        """Never called: what it prepares is."""
+
+    launch.prepare = lambda value: lambda value: log.append((value, current[0]))  # type: ignore[attr-defined]
+    on_device(launch, torch.device("cuda", 1)).prepare(0)(3)  # type: ignore[attr-defined]
+    assert log.pop() == (3, 1) and current == [0], "a prepared launcher too"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert on_device(log.append, torch.device("cuda", 0)) == log.append, "one device needs no guard"
 
