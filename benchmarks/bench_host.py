@@ -13,6 +13,7 @@ import sys
 import tempfile
 import timeit
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,21 +67,22 @@ def register() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def launcher(op: Op, layout: kvhal.KVCacheFormat | None, *arguments: object) -> Callable[[], object]:
+def launcher(op: Op, layout: kvhal.KVCacheFormat | None, *arguments: Any) -> Callable[[], object]:
     """The bound launcher of an operation with its arguments."""
     block_size = BLOCK_SIZE if layout else None
-    bound = binding.launcher(config.current(), op, layout, block_size, torch.device("cpu"))
+    bound = binding.launcher(config.current(), op, layout, block_size, arguments[0].device)
     return lambda: bound(*arguments)
 
 
-def record_calls() -> list[Call]:
-    """One of each operation on records, outputs given, as an engine calls them."""
+def record_calls(device: str = "cpu", tokens: int = TOKENS) -> list[Call]:
+    """One of each operation on records, outputs given, as an engine calls them; the loads without outputs too."""
     text, ops = kvhal.formats.format_to_text(LAYOUT), torch.ops.kvhal
-    cache = kvhal.alloc_kv_cache(BLOCKS, BLOCK_SIZE, LAYOUT, "cpu").zero_()
-    kv = torch.zeros((TOKENS, LAYOUT.elements), dtype=torch.bfloat16)
-    slots, out = torch.arange(TOKENS), torch.zeros_like(kv)
-    segments = torch.tensor([[0, 0, TOKENS, 0]], dtype=torch.int32)
-    norm, rope = kvhal.NormArgs(torch.ones(512)), kvhal.RopeArgs(slots.clone(), torch.ones(TOKENS, 64), 64, offset=448)
+    cache = kvhal.alloc_kv_cache(BLOCKS, BLOCK_SIZE, LAYOUT, device).zero_()
+    kv = torch.zeros((tokens, LAYOUT.elements), dtype=torch.bfloat16, device=device)
+    slots, out = torch.arange(tokens, device=device), torch.zeros_like(kv)
+    segments = torch.tensor([[0, 0, tokens, 0]], dtype=torch.int32, device=device)
+    norm, table = kvhal.NormArgs(torch.ones(512, device=device)), torch.ones((tokens, 64), device=device)
+    rope = kvhal.RopeArgs(slots.clone(), table, 64, offset=448)
     cast, to = kvhal.CastArgs.for_layout(LAYOUT), kvhal.KVCacheOutArgs(cache, slots, LAYOUT)
     fused = (kv, norm.weight, norm.eps, slots, rope.cos_sin_cache, [64, 0, 448], False, "e4m3", 32, True, "ue8m0")
     return [
@@ -92,14 +94,26 @@ def record_calls() -> list[Call]:
         ),
         Call(
             "load_paged_kv_cache",
-            lambda: kvhal.load_paged_kv_cache(cache, segments, TOKENS, out, layout=LAYOUT),
-            lambda: ops.load_paged_kv_cache(cache, segments, TOKENS, out, None, text),
-            launcher(Op.LOAD, LAYOUT, cache, segments, TOKENS, out, None),
+            lambda: kvhal.load_paged_kv_cache(cache, segments, tokens, out, layout=LAYOUT),
+            lambda: ops.load_paged_kv_cache(cache, segments, tokens, out, None, text),
+            launcher(Op.LOAD, LAYOUT, cache, segments, tokens, out, None),
+        ),
+        Call(
+            "load_paged_kv_cache, new",
+            lambda: kvhal.load_paged_kv_cache(cache, segments, tokens, layout=LAYOUT),
+            lambda: ops.load_paged_kv_cache(cache, segments, tokens, torch.empty_like(out), None, text),
+            launcher(Op.LOAD, LAYOUT, cache, segments, tokens, out, None),
         ),
         Call(
             "load_kv_slots",
             lambda: kvhal.load_kv_slots(cache, slots, out, layout=LAYOUT),
             lambda: ops.load_kv_slots(cache, slots, out, text),
+            launcher(Op.LOAD_SLOTS, LAYOUT, cache, slots, out),
+        ),
+        Call(
+            "load_kv_slots, new",
+            lambda: kvhal.load_kv_slots(cache, slots, layout=LAYOUT),
+            lambda: ops.load_kv_slots(cache, slots, torch.empty_like(out), text),
             launcher(Op.LOAD_SLOTS, LAYOUT, cache, slots, out),
         ),
         Call(
@@ -113,12 +127,11 @@ def record_calls() -> list[Call]:
     ]
 
 
-def index_calls() -> list[Call]:
+def index_calls(device: str = "cpu") -> list[Call]:
     """One of each operation on indices, outputs given."""
-    ops = torch.ops.kvhal
-    topk, table = torch.zeros((2, 1, 8), dtype=torch.int32), torch.zeros((2, BLOCKS), dtype=torch.int32)
-    lens, four, two, spans = (torch.zeros((2, n), dtype=torch.int32) for n in (1, 4, 2, 5))
-    wide, wider = torch.zeros((2, 8), dtype=torch.int32), torch.zeros((2, 12), dtype=torch.int32)
+    ops, zeros = torch.ops.kvhal, partial(torch.zeros, dtype=torch.int32, device=device)
+    topk, table, wide, wider = zeros((2, 1, 8)), zeros((2, BLOCKS)), zeros((2, 8)), zeros((2, 12))
+    lens, four, two, spans = (zeros((2, n)) for n in (1, 4, 2, 5))
     return [
         Call(
             "convert_kv_index",

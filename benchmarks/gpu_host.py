@@ -1,0 +1,124 @@
+"""Host time of eager calls on a CUDA device: the public function against its built kernel called directly with ready arguments.
+
+    python benchmarks/gpu_host.py [OUT.json]
+
+Every operation at one token, for cuda_tilelang and portable_triton. The kernels run on the device as they are; a call is over
+for the host when it is launched. Times are medians of rounds of 300 calls, the device idle before each round. "kernel" is what
+the language itself gives: TileLang's host function, or Triton's compiled kernel with addresses and strides as numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_host import Call, index_calls, record_calls
+
+import kvhal
+from kvhal import config
+
+ROUNDS, NUMBER = 9, 300
+Direct = Callable[[], object]
+
+
+def host_time(call: Callable[[], object]) -> float:
+    """Microseconds of one call."""
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(NUMBER):
+            call()
+        times.append((time.perf_counter() - begin) / NUMBER * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def tilelang_kernels(calls: list[Call]) -> list[Direct]:
+    """The host function behind each call, with the arguments that it got."""
+    from kvhal.backends.cuda_tilelang import build
+
+    seen: list[Direct] = []
+
+    def recorder(run: Callable[..., object]) -> Callable[..., None]:
+        def record(*arguments: Any) -> None:
+            seen.append(lambda: run(*arguments))
+
+        return record
+
+    built = dict(build._kernels)
+    build._kernels.update({key: recorder(run) for key, run in built.items()})
+    config.forget()  # launchers keep their kernels
+    for call in calls:
+        call.public()
+    build._kernels.update(built)
+    config.forget()
+    return seen
+
+
+def triton_kernels(calls: list[Call]) -> list[Direct]:
+    """The compiled kernel behind each call, with the numbers that it got."""
+    from kvhal.backends.portable_triton import launch
+
+    seen: list[Direct] = []
+    device, original = torch.cuda.current_device(), launch.Kernel.__call__
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def record(kernel: Any, programs: int, *args: Any) -> None:
+        key, numbers = kernel.key(device, args)
+        built = kernel.compiled[key]
+        head = (programs, 1, 1, stream, built.function, built.packed_metadata, None, None, None)
+        seen.append(lambda: (args, built.run(*head, *numbers, *kernel.constants)))  # args: their memory stays
+
+    launch.Kernel.__call__ = record  # type: ignore[method-assign]
+    for call in calls:
+        call.public()
+    launch.Kernel.__call__ = original  # type: ignore[method-assign]
+    return seen
+
+
+def measure(backend: str) -> list[dict[str, Any]]:
+    """A row an operation."""
+    with kvhal.use_backend(backend):
+        calls = [*record_calls("cuda", 1), *index_calls("cuda")]
+        with ThreadPoolExecutor(len(calls)) as pool:  # compilers run outside the interpreter lock
+            for built in [pool.submit(copy_context().run, call.public) for call in calls]:
+                built.result()
+        kernels = (tilelang_kernels if backend == "cuda_tilelang" else triton_kernels)(calls)
+        found = []
+        for call, direct in zip(calls, kernels, strict=True):
+            call.public()
+            kernel, public, again = host_time(direct), host_time(call.public), host_time(direct)
+            kernel = min(kernel, again)
+            row = {"backend": backend, "op": call.name, "public": public, "kernel": kernel}
+            found.append(row | {"ratio": public / kernel, "difference": public - kernel})
+        return found
+
+
+def main() -> None:
+    """Prints a line an operation and backend; a file gets the same as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?")
+    options = parser.parse_args()
+    rows = torch.zeros((1, 512), dtype=torch.bfloat16, device="cuda")
+    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "add_": host_time(lambda: rows.add_(1))}
+    results["microseconds"] = [row for backend in ("cuda_tilelang", "portable_triton") for row in measure(backend)]
+    print(f"{'microseconds a call':45}{'public':>9}{'kernel':>9}{'ratio':>8}{'more':>8}")
+    for row in results["microseconds"]:
+        name = f"{row['backend']} {row['op']}"
+        print(f"{name:45}{row['public']:9.2f}{row['kernel']:9.2f}{row['ratio']:8.2f}{row['difference']:8.2f}")
+    print(f"{'torch add_':45}{results['add_']:9.2f}")
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
