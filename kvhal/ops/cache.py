@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -97,7 +97,14 @@ def load_paged_kv_cache(
         call = scope.near[LOAD].get(kv_cache.data_ptr())
     except NO_ADDRESS:
         call = None
-    if call is not None and _as_before(call.scalars, layout, sf_format, total_k, out):
+    if (
+        call is not None
+        and call.scalars[0] is layout
+        and call.scalars[1] is sf_format
+        and call.scalars[3] is type(out)
+        and type(total_k) is int
+        and call.scalars[2] == total_k
+    ):
         if out is None:
             if call.same(kv_cache, load_segments):
                 kv, sf = call.new()
@@ -113,13 +120,6 @@ def load_paged_kv_cache(
                 call.prepared(kv_cache, load_segments, total_k, kv, sf)
                 return _pair(out)
     return load(scope, kv_cache, load_segments, total_k, out, layout, sf_format)
-
-
-def _as_before(scalars: tuple[Any, ...], layout: object, sf_format: object, total_k: object, out: object) -> bool:
-    known_layout, known_format, known_total, known_out = scalars
-    if layout is not known_layout or sf_format is not known_format or type(out) is not known_out:
-        return False
-    return type(total_k) is int and total_k == known_total
 
 
 def load_kv_slots(

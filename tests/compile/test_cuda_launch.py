@@ -1,0 +1,110 @@
+"""What the launchers of cuda_tilelang hand to their kernels, with kernels that only take notes: no compiler, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvhal
+from kvhal.interface import HadamardArgs, Launcher, NormArgs, Op, Request, RopeArgs
+from kvhal.platform import Platform
+
+pytest.importorskip("tilelang")
+
+from kvhal.backends.cuda_tilelang import build, fused, index, load, store
+
+H100 = Platform("cuda", "sm_90")
+BLOCK_SIZE = 4
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(factory, its arguments, what the kernel got) of every launch."""
+    found: list[tuple[Any, ...]] = []
+
+    def kernel(factory: Callable[..., Any], *arguments: Any, platform: Platform, device: torch.device) -> build.Kernel:
+        return lambda *given: found.append((factory, arguments, given))
+
+    for module in (fused, index, load, store):
+        monkeypatch.setattr(module, "kernel", kernel)
+    return found
+
+
+def arguments(op: Op, shift: int) -> list[tuple[Any, ...]]:
+    """Calls of an operation whose rows start `shift` elements off a multiple of 16 bytes."""
+
+    def rows(n: int, columns: int = 512, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(n * columns + shift, dtype=dtype)[shift:].view(n, columns)
+
+    cache, ints = kvhal.alloc_kv_cache(2, BLOCK_SIZE, kvhal.V41_FORMAT, "cpu"), torch.zeros((2, 4), dtype=torch.int32)
+    slots, slots32 = torch.arange(3), torch.arange(3, dtype=torch.int32)
+    norm, rope = NormArgs(torch.ones(512), 0.5), RopeArgs(slots, torch.ones(9, 64), 64)
+    return {
+        Op.STORE: [(rows(3), cache, slots), (rows(3), cache, slots32)],
+        Op.LOAD: [(cache, ints, 3, rows(3), None)],
+        Op.LOAD_SLOTS: [(cache, slots, rows(3)), (cache, slots32, rows(3))],
+        Op.CONVERT_INDEX: [(ints.view(2, 1, 4), ints, ints[:, :1], 4)],
+        Op.INDEX_CAT: [(ints, ints, 7, torch.zeros((2, 8), dtype=torch.int32))],
+        Op.EXPAND_SWA_INDEX: [(ints, ints)],
+        Op.DECODE_SWA_INDEX: [(ints[:, :2].contiguous(), 8, ints)],
+        Op.FUSED_STORE: [
+            (rows(3), norm, rope, None, cache, slots, rows(3)),
+            (rows(3), None, None, HadamardArgs(), None, None, rows(3)),
+            (rows(3), norm, None, None, cache, slots32, None),
+        ],
+    }[op]
+
+
+BINDERS: dict[Op, Callable[[Request], Launcher]] = {
+    Op.STORE: store.bind_store,
+    Op.LOAD: load.bind_load,
+    Op.LOAD_SLOTS: load.bind_load_slots,
+    Op.CONVERT_INDEX: index.bind_convert_index,
+    Op.INDEX_CAT: index.bind_index_cat,
+    Op.EXPAND_SWA_INDEX: index.bind_expand_swa_index,
+    Op.DECODE_SWA_INDEX: index.bind_decode_swa_index,
+    Op.FUSED_STORE: fused.bind_fused_store,
+}
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("op", Op)
+def test_a_prepared_launcher_does_what_the_launcher_does(op: Op, shift: int, log: list[tuple[Any, ...]]) -> None:
+    launch: Any = BINDERS[op](Request(op, kvhal.V41_FORMAT, H100, BLOCK_SIZE))
+    kernels = set()
+    for given in arguments(op, shift):
+        log.clear()
+        launch(*given)
+        launch.prepare(*given)(*given)
+        (factory, static, first), (again, as_static, second) = log
+        assert (factory, static) == (again, as_static)
+        assert len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        assert all(any(tensor is value for value in first) for tensor in tensors), "as they are, none left out"
+        kernels.add(static)
+    assert len(kernels) == len(arguments(op, shift)), "each of these calls has a kernel of its own"
+
+
+def test_rows_off_their_alignment_get_another_kernel(log: list[tuple[Any, ...]]) -> None:
+    for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE):
+        launch = BINDERS[op](Request(op, kvhal.V41_FORMAT, H100, BLOCK_SIZE))
+        log.clear()
+        for shift in (0, 8, 1, 0):
+            launch(*arguments(op, shift)[0])
+        wide, eight, odd, last = (entry[1] for entry in log)
+        assert wide == eight == last != odd
+
+
+def test_a_fused_kernel_gets_the_numbers_and_tensors_of_this_call(log: list[tuple[Any, ...]]) -> None:
+    """A prepared launcher reads the argument objects anew."""
+    launch: Any = BINDERS[Op.FUSED_STORE](Request(Op.FUSED_STORE, kvhal.V41_FORMAT, H100, BLOCK_SIZE))
+    kv, norm, rope, _, cache, slots, back = arguments(Op.FUSED_STORE, 0)[0]
+    prepared = launch.prepare(kv, norm, rope, None, cache, slots, back)
+    other = NormArgs(torch.zeros(512), 0.5), RopeArgs(slots.clone(), torch.zeros(9, 64), 64)
+    prepared(kv, *other, None, cache, slots, back)
+    given = log[-1][2]
+    expected = (kv, other[0].weight, 0.5, other[1].positions, other[1].cos_sin_cache, cache, slots, back)
+    assert all(have is need or have == need for have, need in zip(given, expected, strict=True))
