@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -105,20 +105,11 @@ def load_paged_kv_cache(
         and type(total_k) is int
         and call.scalars[2] == total_k
     ):
-        if out is None:
-            if call.same(kv_cache, load_segments):
-                kv, sf = call.new()
-                call.prepared(kv_cache, load_segments, total_k, kv, sf)
-                return _pair((kv, sf))
-        elif type(out) is torch.Tensor:
-            if call.same(kv_cache, load_segments, out) and not out.data_ptr() & UNALIGNED:
-                call.prepared(kv_cache, load_segments, total_k, out, None)
-                return _pair((out, None))
-        else:
-            kv, sf = out
-            if call.same(kv_cache, load_segments, kv, sf) and not kv.data_ptr() & UNALIGNED:
-                call.prepared(kv_cache, load_segments, total_k, kv, sf)
-                return _pair(out)
+        given: Any = () if out is None else (out,) if type(out) is torch.Tensor else out
+        if call.same(kv_cache, load_segments, *given) and (out is None or not given[0].data_ptr() & UNALIGNED):
+            result = call.new() if out is None else given if len(given) == 2 else (out, None)
+            call.prepared(kv_cache, load_segments, total_k, *result)
+            return _pair(result)
     return load(scope, kv_cache, load_segments, total_k, out, layout, sf_format)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -227,3 +229,14 @@ def test_prepared_launchers_serve_aligned_rows_only(monkeypatch: pytest.MonkeyPa
         kvhal.store_kv_cache(kv, cache, slots)
     assert log == ["launch", "launch", "launch", "prepare", "prepared", "launch", "prepared"]
     kvhal.configure()
+
+
+def test_remembered_calls_keep_no_tensor_alive() -> None:
+    held = Held()
+    for call, _ in held.calls().values():
+        for _ in range(3):
+            call()
+    alive = [weakref.ref(value) for value in vars(held).values()]
+    del held, call
+    gc.collect()
+    assert not any(tensor() is not None for tensor in alive)
