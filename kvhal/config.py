@@ -67,7 +67,7 @@ _before: tuple[Any, Any, Any, Any, Scope | None] = (None, None, None, None, None
 
 # The environment is looked at on every call, so that a change takes effect on the next one. os.environ.get costs microseconds
 # (it encodes, decodes and raises inside); the mapping beneath it costs a tenth of one.
-_environment: Any = os.environ._data  # type: ignore[attr-defined]
+_variable: Any = os.environ._data.get  # type: ignore[attr-defined]
 _CONFIG_KEY, _BACKEND_KEY, _STRICT_KEY = (
     os.environ.encodekey(name)  # type: ignore[attr-defined]
     for name in (ENV_CONFIG, ENV_BACKEND, ENV_STRICT)
@@ -76,19 +76,23 @@ _CONFIG_KEY, _BACKEND_KEY, _STRICT_KEY = (
 
 def current() -> Scope:
     """The scope that the next call uses; when nothing has changed since the call before, a few comparisons by identity."""
-    global _before
-    path, backend, strict = _environment.get(_CONFIG_KEY), _environment.get(_BACKEND_KEY), _environment.get(_STRICT_KEY)
-    override, before = _override.get(), _before
+    override, configured, backend, strict, scope = _before
     if (
-        path is None  # a file may have changed: its time is looked at
-        and override is before[0]
-        and _configured is before[1]
-        and backend is before[2]
-        and strict is before[3]
-        and before[4] is not None
+        scope is not None
+        and _override.get() is override
+        and _configured is configured
+        and _variable(_BACKEND_KEY) is backend
+        and _variable(_STRICT_KEY) is strict
+        and _variable(_CONFIG_KEY) is None  # a file may have changed: its time is looked at
     ):
-        return before[4]
-    configured = _configured
+        return scope
+    return _look_again()
+
+
+def _look_again() -> Scope:
+    global _before
+    override, configured, path = _override.get(), _configured, _variable(_CONFIG_KEY)
+    backend, strict = _variable(_BACKEND_KEY), _variable(_STRICT_KEY)
     key = (override, configured, backend, strict, path and (path, _stamp(path)))
     scope = _scopes.get(key)
     if scope is None:

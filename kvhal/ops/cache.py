@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -105,11 +105,14 @@ def load_paged_kv_cache(
         and type(total_k) is int
         and call.scalars[2] == total_k
     ):
-        given: Any = () if out is None else (out,) if type(out) is torch.Tensor else out
-        if call.same(kv_cache, load_segments, *given) and (out is None or not given[0].data_ptr() & UNALIGNED):
-            result = call.new() if out is None else given if len(given) == 2 else (out, None)
-            call.prepared(kv_cache, load_segments, total_k, *result)
-            return _pair(result)
+        if type(out) is torch.Tensor:
+            if call.same(kv_cache, load_segments, out) and not out.data_ptr() & UNALIGNED:
+                call.prepared(kv_cache, load_segments, total_k, out, None)
+                return _pair((out, None))
+        elif call.same(kv_cache, load_segments, *(out or ())) and (out is None or not out[0].data_ptr() & UNALIGNED):
+            kv, sf = out or call.new()
+            call.prepared(kv_cache, load_segments, total_k, kv, sf)
+            return _pair((kv, sf))
     return load(scope, kv_cache, load_segments, total_k, out, layout, sf_format)
 
 
