@@ -123,10 +123,8 @@ Launcher = Callable[..., None]
 #
 # request.layout and request.block_size are static for a launcher; block counts, block strides, rows and tokens are dynamic.
 # A launcher may have an attribute `prepare`: a function of the same arguments that launches nothing and returns a launcher for
-# calls whose scalars and stages are the same, whose tensors have the same dtypes, shapes, strides and devices, and whose kv,
-# out, back and weights start on multiples of 16 bytes; it is asked for such a call only. So what these facts decide is decided
-# once. The prepared launcher keeps none of the tensors, and reads those of NormArgs and RopeArgs on every call.
-#
+# calls with equal scalars and stages and tensors of equal dtypes, shapes, strides and devices, whose kv, back, weights and
+# out (not of index tables) start on multiples of 16 bytes; it is asked for such a call only. That launcher keeps no tensor.
 # Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Calls with nothing to write
 # never come; a cache without blocks does, and so does an index table without columns.
 #

@@ -5,7 +5,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kvhal.backends.cuda_tilelang.build import Kernel, aligned, kernel
+from kvhal.backends.cuda_tilelang.build import Kernel, aligned, kernel, launcher
 from kvhal.backends.cuda_tilelang.index import table
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.interface import Launcher, Request
@@ -16,14 +16,14 @@ def bind_expand_load_plan(request: Request) -> Launcher:
     built: dict[bool, Kernel] = {}
     (threads,) = shape_of(request.platform.arch, "plan", None)
 
-    def launch(spans: torch.Tensor, block_tables: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
-        wide = aligned(out)
+    def prepare(spans: torch.Tensor, block_tables: torch.Tensor, block_size: int, out: torch.Tensor) -> Kernel:
+        wide, bits = aligned(out), spans.shape[0].bit_length()
         run = built.get(wide)
         if run is None:
             run = built[wide] = kernel(plan_kernel, 4 if wide else 1, threads, platform=request.platform, device=out.device)
-        run(spans, block_tables, block_size, spans.shape[0].bit_length(), out)
+        return lambda spans, block_tables, block_size, out: run(spans, block_tables, block_size, bits, out)
 
-    return launch
+    return launcher(prepare)
 
 
 def plan_kernel(lanes: int, threads: int) -> Any:

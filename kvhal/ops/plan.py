@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from kvhal.binding import bound
-from kvhal.config import current
+from kvhal.config import Scope, current
 from kvhal.interface import Op
 from kvhal.ops import strict
 from kvhal.ops.checks import check_contiguous, check_int, check_rows, check_same_device, check_tensor, reject
-from kvhal.ops.repeated import call_key, remember, repeated
+from kvhal.ops.repeated import EXPAND_LOAD_PLAN, UNALIGNED, Call, allocator, call_key, find, keep_near, remember
 
 INT32 = (torch.int32,)
 
@@ -50,29 +50,57 @@ def expand_load_plan(
             below 0.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         from kvhal import library
 
         return library.expand_load_plan(spans, block_tables, block_size, num_segments, out)
     scope = current()
+    if type(block_size) is int and type(num_segments) is int:
+        call = scope.near[EXPAND_LOAD_PLAN].get(num_segments)
+        tensors = (spans, block_tables) if out is None else (spans, block_tables, out)
+        if call is not None and call.scalars == (block_size, out is None) and call.same(*tensors):
+            result: torch.Tensor = call.new() if out is None else out
+            if not result.data_ptr() & UNALIGNED:
+                call.prepared(spans, block_tables, block_size, result)
+                return result
+    return _expand(scope, spans, block_tables, block_size, num_segments, out)
+
+
+def _expand(
+    scope: Scope,
+    spans: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    num_segments: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """A call that is not like the one before: an equal one is found, or it is validated and bound."""
+    if is_compiling():
+        from kvhal import library
+
+        return library.expand_load_plan(spans, block_tables, block_size, num_segments, out)
+    tensors, fresh = (spans, block_tables) if out is None else (spans, block_tables, out), out is None
     plain = type(block_size) is type(num_segments) is int
-    key = call_key(Op.EXPAND_LOAD_PLAN, (block_size, num_segments), spans, block_tables, out) if plain else None
-    launch = repeated(scope, key)
-    if launch is not None:
+    key = call_key(Op.EXPAND_LOAD_PLAN, (block_size, num_segments), *tensors) if plain else None
+    call = find(scope, key)
+    if call is not None:
+        out = cast(torch.Tensor, call.new() if out is None else out)
+        call.launch(spans, block_tables, block_size, out)
+    else:
+        block_size = check_int("block_size", block_size, 1)
+        num_segments = check_int("num_segments", num_segments, 0)
+        _check_inputs(spans, block_tables)
+        out = _output(out, num_segments, spans.device)
+        check_same_device(spans.device, "spans", block_tables=block_tables, out=out)
+        if num_segments == 0:
+            return out
+        if scope.policy.strict:
+            strict.check_spans(spans, block_tables, block_size, num_segments)
+        launch = bound(scope, Op.EXPAND_LOAD_PLAN, None, None, None, spans.device)
         launch(spans, block_tables, block_size, out)
-        return cast(torch.Tensor, out)
-    block_size = check_int("block_size", block_size, 1)
-    num_segments = check_int("num_segments", num_segments, 0)
-    _check_inputs(spans, block_tables)
-    out = _output(out, num_segments, spans.device)
-    check_same_device(spans.device, "spans", block_tables=block_tables, out=out)
-    if num_segments == 0:
-        return out
-    if scope.policy.strict:
-        strict.check_spans(spans, block_tables, block_size, num_segments)
-    launch = bound(scope, Op.EXPAND_LOAD_PLAN, None, None, None, spans.device)
-    launch(spans, block_tables, block_size, out)
-    remember(scope, key, launch)
+        new = allocator(out) if fresh else None
+        call = remember(scope, key, lambda: Call(launch, tensors, (block_size, fresh), new))
+    keep_near(scope, EXPAND_LOAD_PLAN, num_segments, call, tensors, (out,), spans, block_tables, block_size, out)
     return out
 
 

@@ -27,7 +27,9 @@ from kvhal.ops.alike import guard
 LIMIT = 4096
 
 #: where an operation's calls are in `Scope.near`
-STORE, LOAD, LOAD_SLOTS, CONVERT_INDEX, INDEX_CAT, EXPAND_SWA_INDEX, DECODE_SWA_INDEX, FUSED_STORE = range(len(Op))
+STORE, LOAD, LOAD_SLOTS, FUSED_STORE, CONVERT_INDEX, INDEX_CAT, EXPAND_SWA_INDEX, DECODE_SWA_INDEX, EXPAND_LOAD_PLAN = range(
+    len(Op)
+)
 
 #: what `data_ptr` raises of something that is no tensor, or of one without memory; validation says what it is
 NO_ADDRESS = (AttributeError, RuntimeError, TypeError)

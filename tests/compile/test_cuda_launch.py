@@ -14,7 +14,7 @@ from kvhal.platform import Platform
 
 pytest.importorskip("tilelang")
 
-from kvhal.backends.cuda_tilelang import build, fused, index, load, store
+from kvhal.backends.cuda_tilelang import build, fused, index, load, plan, store
 
 H100 = Platform("cuda", "sm_90")
 BLOCK_SIZE = 4
@@ -28,7 +28,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def kernel(factory: Callable[..., Any], *arguments: Any, platform: Platform, device: torch.device) -> build.Kernel:
         return lambda *given: found.append((factory, arguments, given))
 
-    for module in (fused, index, load, store):
+    for module in (fused, index, load, plan, store):
         monkeypatch.setattr(module, "kernel", kernel)
     return found
 
@@ -50,6 +50,7 @@ def arguments(op: Op, shift: int) -> list[tuple[Any, ...]]:
         Op.INDEX_CAT: [(ints, ints, 7, torch.zeros((2, 8), dtype=torch.int32))],
         Op.EXPAND_SWA_INDEX: [(ints, ints)],
         Op.DECODE_SWA_INDEX: [(ints[:, :2].contiguous(), 8, ints)],
+        Op.EXPAND_LOAD_PLAN: [(torch.zeros((5, 5), dtype=torch.int32), ints, 4, rows(2, 4, torch.int32))],
         Op.FUSED_STORE: [
             (rows(3), norm, rope, None, cache, slots, rows(3)),
             (rows(3), None, None, HadamardArgs(), None, None, rows(3)),
@@ -66,6 +67,7 @@ BINDERS: dict[Op, Callable[[Request], Launcher]] = {
     Op.INDEX_CAT: index.bind_index_cat,
     Op.EXPAND_SWA_INDEX: index.bind_expand_swa_index,
     Op.DECODE_SWA_INDEX: index.bind_decode_swa_index,
+    Op.EXPAND_LOAD_PLAN: plan.bind_expand_load_plan,
     Op.FUSED_STORE: fused.bind_fused_store,
 }
 
@@ -89,7 +91,7 @@ def test_a_prepared_launcher_does_what_the_launcher_does(op: Op, shift: int, log
 
 
 def test_rows_off_their_alignment_get_another_kernel(log: list[tuple[Any, ...]]) -> None:
-    for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE):
+    for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.EXPAND_LOAD_PLAN, Op.FUSED_STORE):
         launch = BINDERS[op](Request(op, kvhal.V41_FORMAT, H100, BLOCK_SIZE))
         log.clear()
         for shift in (0, 8, 1, 0):

@@ -30,7 +30,7 @@ class Held:
         self.segments, self.weight, self.positions = ints(1, 4), torch.ones(512), torch.arange(3)
         self.table, self.topk, self.blocks, self.lens = torch.ones(8, 64), ints(1, 1, 2), ints(1, 2), ints(1, 1)
         self.left, self.right, self.wide, self.pivots = ints(2, 3), ints(2, 1), ints(2, 4), ints(1, 4)
-        self.pairs, self.narrow = ints(1, 2), ints(1, 4)
+        self.pairs, self.narrow, self.spans = ints(1, 2), ints(1, 4), ints(1, 5)
 
     def calls(self) -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         """Operation -> the call, and the names of its tensors."""
@@ -48,6 +48,10 @@ class Held:
             "cat": (lambda: kvhal.kv_index_cat(self.left, self.right, 4, 5, self.wide), ("left", "right", "wide")),
             "expand": (lambda: kvhal.expand_swa_index(self.pivots, 4, self.narrow), ("pivots", "narrow")),
             "decode": (lambda: kvhal.get_kv_swa_index_decode(self.pairs, 4, 8, self.narrow), ("pairs", "narrow")),
+            "plan": (
+                lambda: kvhal.expand_load_plan(self.spans, self.lens, 4, 1, self.narrow),
+                ("spans", "lens", "narrow"),
+            ),
             "fused": (
                 lambda: kvhal.fused_norm_rope_hadamard_cast_store_kvcache(self.kv, **whole),
                 ("kv", "weight", "positions", "table", "cache", "slots"),
@@ -69,6 +73,9 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+WIDER = {("convert", "topk"), ("convert", "blocks"), ("plan", "lens")}
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tensor_changed_in_place_is_validated_again(change: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +87,7 @@ def test_a_tensor_changed_in_place_is_validated_again(change: str, compiled: boo
             call = held.calls()[name][0]
             call()
             call()
-            if change in ("resize_", "set_") and argument in ("topk", "blocks"):  # these may be wider
+            if change in ("resize_", "set_") and (name, argument) in WIDER:  # these may be wider
                 continue
             try:
                 CHANGES[change](getattr(held, argument))
@@ -150,6 +157,7 @@ NUMBERS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "width": (lambda n: kvhal.expand_swa_index(ints(1, 4), n), 1),
     "window_size": (lambda n: kvhal.get_kv_swa_index_decode(ints(1, 2), n, 4), 1),
     "swa_block_size": (lambda n: kvhal.get_kv_swa_index_decode(ints(1, 2), 4, n), 1),
+    "num_segments": (lambda n: kvhal.expand_load_plan(ints(1, 5), ints(1, 1), 4, n), 1),
     "rope_dim": (lambda n: rotated(n, 2), 64),
     "offset": (lambda n: rotated(64, n), 0),
 }
