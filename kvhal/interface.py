@@ -122,9 +122,8 @@ Launcher = Callable[..., None]
 # checked everything about shapes, dtypes, strides and devices; the launcher must only be safe on metadata VALUES.
 #
 # request.layout and request.block_size are static for a launcher; block counts, block strides, rows and tokens are dynamic.
-# A launcher may have an attribute `prepare`: a function of the same arguments that launches nothing and returns a launcher for
-# calls with equal scalars and stages and tensors of equal dtypes, shapes, strides and devices, whose kv, back, weights and
-# out (not of index tables) start on multiples of 16 bytes; it is asked for such a call only. That launcher keeps no tensor.
+# It may have an attribute `prepare`, a function of the same arguments that returns a launcher for calls like that one
+# (docs/adding_a_backend.md, "Host time").
 # Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Calls with nothing to write
 # never come; a cache without blocks does, and so does an index table without columns.
 #
@@ -162,9 +161,8 @@ Launcher = Callable[..., None]
 # FUSED_STORE       launch(kv, norm, rope, hadamard, cache, slots, back)
 #                   kv bf16|fp32 rows [n, elements]; norm NormArgs|None (weight contiguous [elements] bf16|fp32);
 #                   rope RopeArgs|None (positions int32|int64 contiguous [n]; cos_sin_cache fp32 rows [max_position, rope_dim];
-#                   a position out of range reads cos = sin = 0; offset None rotates the last rope_dim elements);
-#                   hadamard HadamardArgs|None; cache and slots, both None when nothing is stored (request.layout holds the
-#                   format then); back bf16 rows [n, elements] or None.
+#                   a position out of range reads cos = sin = 0); hadamard HadamardArgs|None; cache and slots, both None when
+#                   nothing is stored (request.layout holds the format then); back bf16 rows [n, elements] or None.
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class RopeArgs:
         cos_sin_cache: fp32 ``[max_position, rope_dim]``, the cosines of a position first, then its sines.
         rope_dim: rotated elements, even.
         is_neox_style: pairs are (i, i + rope_dim / 2) when True, (2i, 2i + 1) when False.
-        offset: first rotated element; None rotates the last ``rope_dim`` elements of the record.
+        offset: first rotated element; None rotates the last ``rope_dim`` elements of the record (launchers get it as it is).
     """
 
     positions: Any
