@@ -145,11 +145,9 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
     max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
     words, step, rope = INPUT_WORDS[stages.input_dtype], tokens * blocks_at_most, stages.rope
     with_norm, with_rope, with_slots = stages.weight_dtype is not None, rope is not None, stages.slot_dtype is not None
-    turn_count = rope.turns(octets) if rope else 1
     stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
     fetch, finish = token_reader(layout, stages), value_writer(geometry, stages)
-    if rounds > TUNED_ROUNDS:  # larger records need the registers of several
-        held = 1
+    held = held if rounds <= TUNED_ROUNDS else 1  # larger records need the registers of several
 
     @T.prim_func
     def fused(
@@ -169,7 +167,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             factors = T.alloc_shared((lanes * rounds * OCTET if with_norm else 4,), "float32")
             slot = T.alloc_local((1,), "int64")  # of the next token
             place = T.alloc_local((1,), "int64")  # position of the next token
-            turns = T.alloc_local((turn_count,), "float32")  # cosines and sines of the token
+            turns = T.alloc_local((rope.turns(octets) if rope else 1,), "float32")  # cosines and sines of the token
             thread = T.get_thread_binding()
             lane = thread % lanes
             token = T.alloc_var("int32", init=program * tokens + thread // lanes)
