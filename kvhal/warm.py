@@ -26,6 +26,8 @@ from kvhal.ops import (
     store_kv_cache,
 )
 
+MANY = 1 << 16  #: tokens, more than any backend's kernels for few tokens take
+
 
 @dataclass(frozen=True)
 class FusedStages:
@@ -98,6 +100,9 @@ def _warm_format(op: Op, layout: KVCacheFormat, block_size: int, device: torch.d
         slots = torch.zeros(1, dtype=dtype, device=device)
         if op == Op.STORE:
             store_kv_cache(rows, cache, slots, layout=layout)
+            if device.type != "cpu":  # a device may have another kernel for many tokens: here, a row for no slot
+                none = torch.full((MANY,), -1, dtype=dtype, device=device)
+                store_kv_cache(rows.expand(MANY, -1), cache, none, layout=layout)
         elif op == Op.LOAD_SLOTS:
             load_kv_slots(cache, slots, layout=layout)
     if op == Op.LOAD:

@@ -22,17 +22,19 @@ from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry
 
+SHAPE_OF_FEW = (1, 4)  #: rounds and warps where tokens are too few to fill the device: a warp is done after one round
+
 
 def bind_store(request: Request) -> Launcher:
     """``launch(kv, cache, slots)``, see `kvhal.interface`."""
-    built: dict[tuple[torch.dtype, bool], Kernel] = {}
-    shape = shape_of(request.platform.arch, "store", request.layout.quantized_dtype)
+    built: dict[tuple[torch.dtype, bool, bool], Kernel] = {}
+    *many, few = shape_of(request.platform.arch, "store", request.layout.quantized_dtype)
 
     def prepare(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Kernel:
-        key = (slots.dtype, aligned(kv))
+        key = (slots.dtype, aligned(kv), kv.shape[0] <= few)
         run = built.get(key)
         if run is None:
-            alignment = ROW_ALIGNMENT if key[1] else BF16_BYTES
+            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, SHAPE_OF_FEW if key[2] else tuple(many)
             arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment, shape)
             run = built[key] = kernel(store_kernel, *arguments, platform=request.platform, device=kv.device)
         return run
@@ -47,7 +49,7 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
         layout, block_size: what is static of the cache.
         slot_dtype: "int32" or "int64".
         alignment: bytes that divide every row's address, ROW_ALIGNMENT or BF16_BYTES.
-        shape: see tuned.py.
+        shape: rounds of tokens that a warp reads before it uses the first, warps of a thread block.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
     tokens, warps = shape
