@@ -3,10 +3,7 @@
     python benchmarks/gpu_tilelang.py OUT.json            the kernels as they ship
     python benchmarks/gpu_tilelang.py OUT.json --variants  every launch shape that was considered, to choose from
 
-Pages are shuffled. "microseconds": median of CUDA events around one launch, L2 overwritten before it, so launch, ramp and
-drain are in it; a copy of as many bytes pays for them too ("share_of_equal_copy"). "streaming_microseconds": twelve launches
-in a row over three sets of tensors, as in a busy stream. "share_of_copy" is against a copy of 2 GiB. Bytes: every input
-byte read once and every output byte written once; a table that many tokens share (weights, cosines) is not counted.
+Pages are shuffled; benchmarks/isolated.py says what the figures mean.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,18 +22,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from isolated import CHUNK, DECODE, NAMES, TOKENS, Yardstick, commit, copy_bandwidth, operands, timings, yardstick
 
 import kvhal
 from kvhal.backends.cuda_tilelang import build, fused, index, load, store
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import BF16_FORMAT, BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
+from kvhal.interface import Op
 from kvhal.layout import alloc_kv_cache
-from kvhal.ops.cache import new_load_output
 from kvhal.platform import detect
 
 INDEX_FORMATS = {name: layout for name, layout in BUILTIN_FORMATS.items() if layout.is_index}
-NAMES = {layout: name for name, layout in BUILTIN_FORMATS.items()}
-TOKENS, CHUNK, DECODE = 524_288, 8_192, 64
+OPS = {
+    store.store_kernel: Op.STORE,
+    load.load_kernel: Op.LOAD,
+    load.raw_kernel: Op.LOAD,
+    load.slots_kernel: Op.LOAD_SLOTS,
+    fused.fused_kernel: Op.FUSED_STORE,
+}
 SHAPES = [(1, 4), (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4)]  # tokens, warps
 FUSED = [
     (4, 792, 1),
@@ -78,96 +80,21 @@ def compile_job(key: tuple[Any, ...]) -> None:
     build.tilelang.compile(factory(*arguments), target=build.target("sm_90"), pass_configs=build.PASS_CONFIGS)
 
 
-def measure(run: Callable[[], None], flush: torch.Tensor, repeats: int = 25) -> float:
-    """Median milliseconds of a launch."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        times.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in times)
-
-
-def copy_bandwidth(flush: torch.Tensor) -> float:
-    """Bytes read and written a second by a device-to-device copy of 2 GiB."""
-    source = torch.randint(0, 2**31, (2**29,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / measure(lambda: target.copy_(source), flush) * 1e3
-
-
-def equal_copy(count: int, flush: torch.Tensor) -> float:
-    """Milliseconds of a device-to-device copy that moves `count` bytes."""
-    source = torch.randint(0, 2**31, (max(1, count // 8),), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    return measure(lambda: target.copy_(source), flush)
-
-
-def stream(launches: list[Callable[[], None]], count: int = 12) -> float:
-    """Median milliseconds a launch of `count` in a row, turning over independent sets of tensors."""
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(400_000)  # the host gets ahead of the device
-        begin.record()
-        for i in range(count):
-            launches[i % len(launches)]()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / count)
-    return statistics.median(times)
-
-
-def slots_of(job: Job) -> torch.Tensor:
-    """int64 slots: consecutive, in shuffled pages, or shuffled one by one."""
-    blocks = -(-job.tokens // job.block_size)
-    every = torch.arange(blocks * job.block_size, device="cuda")
-    if job.order == "tokens":
-        return every[torch.randperm(every.numel(), device="cuda")][: job.tokens].contiguous()
-    if job.order == "pages":
-        every = every.view(blocks, job.block_size)[torch.randperm(blocks, device="cuda")].reshape(-1)
-    return every[: job.tokens].contiguous()
-
-
-def segments_of(job: Job) -> torch.Tensor:
-    """Whole blocks in shuffled order."""
-    blocks, size = -(-job.tokens // job.block_size), job.block_size
-    rows = torch.zeros((blocks, 4), dtype=torch.int32)
-    rows[:, 0], rows[:, 3] = torch.randperm(blocks), torch.arange(blocks) * size
-    rows[:, 2] = torch.clamp(job.tokens - rows[:, 3], max=size)
-    return rows.cuda()
-
-
 def prepare(job: Job, run: Callable[..., None]) -> tuple[Callable[[], None], int]:
     """The launch, and the bytes that it has to move."""
-    layout, n = job.layout, job.tokens
-    cache = alloc_kv_cache(-(-n // job.block_size), job.block_size, layout, "cuda")
-    cache.view(torch.uint8).fill_(0x38)
-    record = n * layout.bytes_per_token
-    rows = n * layout.elements * 2
-    if job.factory in (load.load_kernel, load.raw_kernel):
-        out, segments = new_load_output(layout, n, torch.device("cuda")), segments_of(job)
-        tensors = [out.kv] if out.sf is None else [out.kv, out.sf]
-        return partial(run, cache, segments, n, *tensors), record + segments.nbytes + sum(t.nbytes for t in tensors)
-    slots = slots_of(job)
-    if job.factory is load.slots_kernel:
-        out = torch.empty((n, layout.elements), dtype=torch.bfloat16, device="cuda")
-        return partial(run, cache, slots, out), record + slots.nbytes + rows
-    kv = torch.randn((n, layout.elements), device="cuda", dtype=torch.bfloat16)
-    if job.factory is store.store_kernel:
-        return partial(run, kv, cache, slots), record + slots.nbytes + rows
-    absent = torch.empty(1, device="cuda")
-    weight = torch.randn(layout.elements, device="cuda", dtype=torch.bfloat16)
-    table = torch.rand((65_536, 64), device="cuda")
-    positions = torch.arange(n, device="cuda") % CHUNK  # sequences of one prefill chunk each
-    return partial(
-        run, kv, weight, 1e-6, positions, table, cache, slots, absent
-    ), record + slots.nbytes + positions.nbytes + rows
+    made = operands(OPS[job.factory], job.layout, job.tokens, job.block_size, job.order)
+    tensors = made.tensors
+    if job.factory is fused.fused_kernel:
+        names: tuple[str, ...] = ("positions", "table", "cache", "slots")
+        absent = torch.empty(1, device="cuda")
+        return partial(run, tensors["kv"], tensors["weight"], 1e-6, *(tensors[name] for name in names), absent), made.bytes
+    names = {
+        store.store_kernel: ("kv", "cache", "slots"),
+        load.load_kernel: ("cache", "segments", "total_k", "out"),
+        load.raw_kernel: ("cache", "segments", "total_k", "out", "out_sf"),
+        load.slots_kernel: ("cache", "slots", "out"),
+    }[job.factory]
+    return partial(run, *(tensors[name] for name in names)), made.bytes
 
 
 def jobs(variants: bool) -> list[Job]:
@@ -246,23 +173,11 @@ def _host_time(call: Callable[[], Any]) -> float:
     return statistics.median(best)
 
 
-def result_of(job: Job, flush: torch.Tensor, bandwidth: float) -> dict[str, Any]:
+def result_of(job: Job, by: Yardstick) -> dict[str, Any]:
     """One row of the results; printed too."""
     run = build.kernel(job.key[0], *job.key[1], platform=detect("cuda"), device=torch.device("cuda", 0))
-    launch, count = prepare(job, run)
-    milliseconds = measure(launch, flush)
-    streaming = stream([launch, prepare(job, run)[0], prepare(job, run)[0]])
     row = {"kernel": job.name, "format": NAMES[job.layout], "tokens": job.tokens, "order": job.order}
-    row |= {
-        "block_size": job.block_size,
-        "shape": list(job.shape),
-        "bytes": count,
-        "microseconds": round(milliseconds * 1e3, 2),
-    }
-    row |= {"share_of_copy": round(count / milliseconds * 1e3 / bandwidth, 4)}
-    row |= {"share_of_equal_copy": round(equal_copy(count, flush) / milliseconds, 4)}
-    row |= {"streaming_microseconds": round(streaming * 1e3, 2)}
-    row |= {"streaming_share_of_copy": round(count / streaming * 1e3 / bandwidth, 4)}
+    row |= {"block_size": job.block_size, "shape": list(job.shape)} | timings(partial(prepare, job, run), by)
     print(*row.values(), flush=True)
     return row
 
@@ -278,19 +193,14 @@ def main() -> None:
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_job, {job.key: None for job in wanted}))
     print(f"built in {time.time() - begin:.0f} s", flush=True)
-    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    bandwidth = copy_bandwidth(flush)
-    results = [result_of(job, flush, bandwidth) for job in wanted]
-    facts = {"device": torch.cuda.get_device_name(), "commit": options.commit or _commit(), "copy_bytes_a_second": bandwidth}
-    facts |= {"copy_again": copy_bandwidth(flush), "torch": torch.__version__, "tilelang": version("tilelang")}
+    by = yardstick()
+    results = [result_of(job, by) for job in wanted]
+    facts = {"device": torch.cuda.get_device_name(), "commit": options.commit or commit()}
+    facts |= {"copy_bytes_a_second": by.bandwidth, "copy_again": copy_bandwidth(by.flush)}
+    facts |= {"torch": torch.__version__, "tilelang": version("tilelang")}
     facts |= {} if options.variants else {"host_microseconds": host_costs()}
     options.out.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
     print(facts)
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
 
 
 if __name__ == "__main__":
