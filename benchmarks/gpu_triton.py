@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,15 @@ from kvhal.backends.portable_triton import fused, load, store
 from kvhal.backends.portable_triton.launch import Kernel
 from kvhal.backends.portable_triton.manifest import BACKEND
 from kvhal.backends.reference_torch.manifest import BACKEND as REFERENCE
-from kvhal.formats import BF16_FORMAT, BUILTIN_FORMATS, MXFP8_INDEX_KV_FORMAT, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
+from kvhal.formats import BUILTIN_FORMATS, MXFP8_INDEX_KV_FORMAT, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
 from kvhal.interface import Op, Request
 from kvhal.platform import capture, detect
 
 CHECKED = 1031  #: tokens of the comparison with the reference
 REPLAYED = 64  #: launches in a graph
-MAIN = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))  # tokens, warps a program
-SMALL = ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4))
-RAW = ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8))
+MAIN = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))  # tokens, warps a program
+SMALL = ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4))
+RAW = ((8, 1), (16, 1), (16, 4), (32, 1), (32, 2), (32, 4), (64, 4))
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Job:
     order: str = "pages"
     block_size: int = 64
     shape: tuple[int, int] | None = None
+    packed: bool | None = None  #: of a store: quantise two elements a register, or one
+    registers: int | None = None  #: a lane at most; no limit is the compiler's choice
 
     @property
     def kernel(self) -> Job:
@@ -70,20 +72,37 @@ def nothing_kernel(cache_ptr, slots_ptr, n):
 
 
 @contextmanager
-def shaped(shape: tuple[int, int] | None) -> Iterator[None]:
-    """Kernels bound inside have this many tokens and warps a program."""
-    if shape is None:
-        yield
-        return
+def shaped(shape: tuple[int, int] | None, packed: bool | None) -> Iterator[None]:
+    """Kernels bound inside have this many tokens and warps a program, and stores are packed or not."""
     names = [(module, name) for module in (store, load, fused) for name in vars(module) if name.endswith("_shape")]
-    before = [(module, name, getattr(module, name)) for module, name in names]
-    for module, name in names:
-        setattr(module, name, lambda *_: shape)
+    before = [(module, name, getattr(module, name)) for module, name in [*names, (store, "packed_store")]]
+    if shape is not None:
+        for module, name in names:
+            setattr(module, name, lambda *_: shape)
+    if packed is not None:
+        store.packed_store = lambda _: packed
     try:
         yield
     finally:
         for module, name, function in before:
             setattr(module, name, function)
+
+
+@contextmanager
+def limited(registers: int | None) -> Iterator[None]:
+    """Kernels made inside have at most so many registers a lane."""
+    initialise = Kernel.__init__
+
+    def with_limit(self: Kernel, *arguments: Any) -> None:
+        initialise(self, *arguments)
+        self.options["maxnreg"] = registers
+
+    if registers is not None:
+        Kernel.__init__ = with_limit  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Kernel.__init__ = initialise  # type: ignore[method-assign]
 
 
 @cache
@@ -92,8 +111,16 @@ def bound(kernel: Job) -> Callable[..., None]:
     request = Request(
         kernel.op, kernel.layout, detect(isolated.DEVICE), kernel.block_size, stages if kernel.op == Op.FUSED_STORE else ()
     )
-    with shaped(kernel.shape):
-        return BACKEND.bind(request)
+    with shaped(kernel.shape, kernel.packed), limited(kernel.registers):
+        launch = BACKEND.bind(request)
+    if kernel.registers is None:
+        return launch
+
+    def first_launch_makes_the_kernel(*arguments: Any) -> None:
+        with limited(kernel.registers):
+            launch(*arguments)
+
+    return first_launch_makes_the_kernel
 
 
 def compile_job(kernel: Job) -> str:
@@ -142,8 +169,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.shape[0], tensor.stride(0)), (tensor.stride(0), 1)).view(torch.uint8)
 
 
-def few_tokens(call: Callable[[], None]) -> dict[str, float]:
-    """Microseconds of a launch in a replayed graph, and of the kernel alone, without the launch."""
+def graph_time(call: Callable[[], None]) -> float:
+    """Microseconds of a launch in a replayed graph."""
     call()
 
     def run() -> None:
@@ -158,12 +185,24 @@ def few_tokens(call: Callable[[], None]) -> dict[str, float]:
         end.record()
         times.append((begin, end))
     torch.cuda.synchronize()
-    graph = statistics.median(begin.elapsed_time(end) for begin, end in times) * 1e3 / REPLAYED
+    return round(statistics.median(begin.elapsed_time(end) for begin, end in times) * 1e3 / REPLAYED, 3)
+
+
+def device_times(calls: list[Callable[[], None]]) -> list[float]:
+    """Microseconds of each call's one kernel by the profiler, all in one session; empty where it saw something else."""
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
+        for call in calls:
+            for _ in range(REPLAYED):
+                call()
         torch.cuda.synchronize()
-    alone = [event.time_range.elapsed_us() for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return {"graph_microseconds": round(graph, 3), "device_microseconds": round(statistics.median(alone or [-1.0]), 3)}
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = sorted((event for event in kernels if "kernel" in event.name), key=lambda event: event.time_range.start)
+    times = [event.time_range.elapsed_us() for event in kernels]
+    if len(times) != len(calls) * REPLAYED:
+        print(f"the profiler saw {len(times)} kernels of {len(calls) * REPLAYED}")
+        return []
+    return [round(statistics.median(times[at : at + REPLAYED]), 3) for at in range(0, len(times), REPLAYED)]
 
 
 def jobs(variants: bool) -> list[Job]:
@@ -178,9 +217,12 @@ def jobs(variants: bool) -> list[Job]:
     found += [Job(op, V41_FORMAT, block_size=133) for op in (Op.STORE, Op.LOAD, Op.FUSED_STORE)]
     if not variants:
         return found
-    for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT):
+    for layout in (V41_FORMAT, V41_FP4_FORMAT):
         for op in (Op.STORE, Op.LOAD, Op.FUSED_STORE):
             found += [Job(op, layout, shape=shape) for shape in MAIN]
+        found += [Job(Op.STORE, layout, shape=shape, packed=layout == V41_FORMAT) for shape in MAIN]
+    for shape, registers in (((4, 1), 112), ((4, 1), 102), ((4, 1), 96), ((4, 1), 80), ((2, 1), 64), ((8, 2), 96)):
+        found.append(Job(Op.FUSED_STORE, V41_FORMAT, shape=shape, registers=registers))
     found += [Job(op, MXFP8_INDEX_KV_FORMAT, shape=shape) for op in (Op.STORE, Op.FUSED_STORE) for shape in SMALL]
     return found + [
         Job(Op.LOAD, layout, shape=shape) for layout in BUILTIN_FORMATS.values() if layout.is_index for shape in RAW
@@ -195,11 +237,24 @@ def result_of(job: Job, by: isolated.Yardstick) -> dict[str, Any]:
         return isolated.launcher_call(job.op, bound(job.kernel), made.tensors, job.hadamard), made.bytes
 
     row = {"op": str(job.op), "format": NAMES[job.layout], "tokens": job.tokens, "order": job.order}
-    row |= {"block_size": job.block_size, "shape": list(job.shape or ())} | isolated.timings(prepare, by)
+    row |= {"block_size": job.block_size, "shape": list(job.shape or ()), "packed": job.packed, "registers": job.registers}
+    row |= isolated.timings(prepare, by)
     if job.tokens <= DECODE:
-        row |= few_tokens(prepare()[0])
+        row["graph_microseconds"] = graph_time(prepare()[0])
     print(*row.values(), flush=True)
     return row
+
+
+def add_device_times(jobs: list[Job], rows: list[dict[str, Any]], empty: dict[str, float], nothing: Callable[[], None]) -> None:
+    """Puts the profiler's times into the rows of few tokens, and into that of the empty kernel."""
+    few = [(job, row) for job, row in zip(jobs, rows, strict=True) if job.tokens <= DECODE]
+    calls = [nothing]
+    for job, _ in few:
+        made = isolated.operands(job.op, job.layout, job.tokens, job.block_size, job.order)
+        calls.append(isolated.launcher_call(job.op, bound(job.kernel), made.tensors, job.hadamard))
+    for row, microseconds in zip([empty, *(row for _, row in few)], device_times(calls), strict=False):
+        row["device_microseconds"] = microseconds
+        print(*list(row.values())[:4], microseconds)
 
 
 def compiled(wanted: list[Job], processes: int) -> dict[str, str]:
@@ -227,11 +282,13 @@ def main() -> int:
     by = isolated.yardstick()
     facts = {"device": torch.cuda.get_device_name(), "commit": options.commit or isolated.commit()}
     facts |= {"copy_bytes_a_second": by.bandwidth, "torch": torch.__version__, "triton": triton.__version__}
-    nothing, few = Kernel(nothing_kernel, (), 1), torch.zeros(16, dtype=torch.int64, device=isolated.DEVICE)
-    empty = {"microseconds": isolated.measure(lambda: nothing(1, few, few, 1), by.flush) * 1e3}
-    facts |= {"empty": empty | few_tokens(lambda: nothing(1, few, few, 1)), "errors": errors, "differing_bytes": wrong}
+    kernel, few = Kernel(nothing_kernel, (), 1), torch.zeros(16, dtype=torch.int64, device=isolated.DEVICE)
+    nothing = partial(kernel, 1, few, few, 1)
+    empty = {"microseconds": isolated.measure(nothing, by.flush) * 1e3, "graph_microseconds": graph_time(nothing)}
+    facts |= {"empty": empty, "errors": errors, "differing_bytes": wrong}
     print(facts, flush=True)
     results = [result_of(job, by) for job in wanted]
+    add_device_times(wanted, results, empty, nothing)
     facts |= {"copy_again": isolated.copy_bandwidth(by.flush)}
     options.out.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
     return 1 if errors or wrong else 0

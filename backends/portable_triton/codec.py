@@ -18,7 +18,6 @@ BF16_HIGH = tl.constexpr(-(1 << formats.BF16_SHIFT))
 BF16_LOW = tl.constexpr((1 << formats.BF16_SHIFT) - 1)
 BF16_HALF = tl.constexpr((1 << (formats.BF16_SHIFT - 1)) - 1)  #: half of bf16's last place in fp32's bits, minus one
 BF16_MANTISSA_BITS = tl.constexpr(formats.BF16_MANTISSA_BITS)
-BF16_MANTISSA = tl.constexpr((1 << formats.BF16_MANTISSA_BITS) - 1)
 FP32_MAGNITUDE = tl.constexpr(formats.FP32_MAGNITUDE)
 FP32_INF = tl.constexpr(formats.FP32_INF)
 FP32_MANTISSA_BITS = tl.constexpr(formats.FP32_MANTISSA_BITS)
@@ -128,8 +127,8 @@ def dequantise_codes(codes, scale, rec: tl.constexpr):
 @triton.jit
 def ue8m0_scale(amax, rec: tl.constexpr):
     """ue8m0 bytes (int32) of bf16 magnitudes (int32): ceil(log2(max(amax, floor) / qmax)) + 127 in integers."""
-    above = (amax & BF16_MANTISSA) > rec.sf_mantissa
-    return tl.maximum((amax >> BF16_MANTISSA_BITS) - rec.sf_shift + above.to(tl.int32), rec.sf_floor)
+    # a mantissa above the rule's carries into the exponent
+    return tl.maximum(((amax + rec.sf_carry) >> BF16_MANTISSA_BITS) - rec.sf_shift, rec.sf_floor)
 
 
 @triton.jit
@@ -168,6 +167,23 @@ def without_inf(wide):
 
 
 @triton.jit
+def scale_e4m3(largest, rec: tl.constexpr):
+    """Scales (int32: ue8m0 bytes or fp32 bit patterns) and fp32 multipliers of e4m3 groups.
+
+    Args:
+        largest: fp32 bit patterns (int32) of the groups' largest finite magnitudes.
+    """
+    if rec.sf_format == "ue8m0":
+        scale = ue8m0_scale(largest >> BF16_SHIFT, rec)
+        multiplier = power_of_two_bits(scale)
+    else:
+        sf = tl.div_rn(tl.maximum(largest.to(tl.float32, bitcast=True), FP32_SF_AMAX_FLOOR), E4M3_MAX)
+        scale = sf.to(tl.int32, bitcast=True)
+        multiplier = reciprocal(sf, rec.ptx)
+    return scale, multiplier
+
+
+@triton.jit
 def quantise_e4m3(bits, rec: tl.constexpr):
     """A tile's e4m3 codes and scales.
 
@@ -182,13 +198,7 @@ def quantise_e4m3(bits, rec: tl.constexpr):
         wide = without_inf(wide)
         # NaNs become negative numbers, which a signed maximum skips
         largest = tl.maximum(tl.max((wide & FP32_MAGNITUDE) + NAN_WRAP, axis=2), NAN_WRAP) - NAN_WRAP
-    if rec.sf_format == "ue8m0":
-        scale = ue8m0_scale(largest >> BF16_SHIFT, rec)
-        multiplier = power_of_two_bits(scale)
-    else:
-        sf = tl.div_rn(tl.maximum(largest.to(tl.float32, bitcast=True), FP32_SF_AMAX_FLOOR), E4M3_MAX)
-        scale = sf.to(tl.int32, bitcast=True)
-        multiplier = reciprocal(sf, rec.ptx)
+    scale, multiplier = scale_e4m3(largest, rec)
     value = wide.to(tl.float32, bitcast=True) * multiplier[:, :, None]
     return tl.reshape(encode_e4m3(value, rec.native), bits.shape), scale
 

@@ -1,124 +1,32 @@
-"""`fused_norm_rope_hadamard_cast_store_kvcache` in Triton: fp32 stages in registers, one rounding, then the store.
-
-docs/numerics.md fixes the order of every fp32 operation: sums are trees over adjacent pairs, never a reduction over more
-than two elements, and products are rounded before they are added.
-"""
+"""`fused_norm_rope_hadamard_cast_store_kvcache` in Triton: fp32 stages in registers, one rounding, then the store."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, reciprocal, round_bf16, to_fp32
+from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, round_bf16, to_fp32
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
 from kvhal.backends.portable_triton.launch import Kernel, launch_shape
 from kvhal.backends.portable_triton.load import write_rows
-from kvhal.backends.portable_triton.record import record_of
-from kvhal.backends.portable_triton.store import element_of, quantise, record_bases, resolve_slots, write_records
+from kvhal.backends.portable_triton.packed import (
+    addresses,
+    pair_bf16,
+    rows_of,
+)
+from kvhal.backends.portable_triton.record import by_pairs, record_of
+from kvhal.backends.portable_triton.stages import Stages, hadamard, pair_turns, rms_norm, rotate_any, rotate_pairs
+from kvhal.backends.portable_triton.store import (
+    element_of,
+    quantise,
+    quantise_packed,
+    record_bases,
+    resolve_slots,
+    write_records,
+)
 from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
-
-
-@dataclass(frozen=True)
-class Stages:
-    """What a fused kernel does, as a compile-time constant.
-
-    Attributes:
-        norm, hadamard, store, back: the stage or output is on.
-        rope_dim, rope_offset, neox: the rotated elements; rope_dim 0 is no rotation.
-        scale: fp32 factor of the Hadamard transform.
-    """
-
-    norm: bool
-    rope_dim: int
-    rope_offset: int
-    neox: bool
-    hadamard: bool
-    store: bool
-    back: bool
-    scale: float
-
-
-@triton.jit
-def sum_of_pairs(values, rec: tl.constexpr):
-    """Sum of each row of fp32 [T, tile] by the tree over adjacent pairs."""
-    levels: tl.constexpr = rec.levels
-    for _ in tl.static_range(levels):
-        values = tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)), axis=2)
-    return tl.reshape(values, (values.shape[0],))
-
-
-@triton.jit
-def rms_norm(x, weight, eps, rec: tl.constexpr):
-    """``(x * (1 / sqrt(mean(x^2) + eps))) * weight`` of fp32 [T, tile] and fp32 [tile]."""
-    total = sum_of_pairs(x * x, rec)
-    if rec.tile == rec.elements:  # a power of two: the product is as exact as the quotient
-        mean = total * (1.0 / rec.elements)
-    else:
-        mean = tl.div_rn(total, tl.full(total.shape, rec.elements, tl.float32))
-    inverse = reciprocal(tl.sqrt_rn(mean + eps), rec.ptx)
-    return (x * inverse[:, None]) * weight[None, :]
-
-
-@triton.jit
-def rotate_pairs(x, cos_sin, ok, stages: tl.constexpr):
-    """Rotates pairs (2i, 2i + 1) of fp32 [T, tile]; `cos_sin` are pointers [T] to a position's cosines."""
-    half: tl.constexpr = x.shape[1] // 2
-    a, b = tl.split(tl.reshape(x, (x.shape[0], half, 2)))
-    pair = tl.arange(0, half) - stages.rope_offset // 2
-    rotated = ((pair >= 0) & (pair < stages.rope_dim // 2))[None, :]
-    mask = rotated & ok[:, None]
-    cos = tl.load(cos_sin[:, None] + pair[None, :], mask=mask, other=0.0)
-    sin = tl.load(cos_sin[:, None] + (stages.rope_dim // 2 + pair)[None, :], mask=mask, other=0.0)
-    first = tl.where(rotated, a * cos - b * sin, a)
-    second = tl.where(rotated, b * cos + a * sin, b)
-    return tl.reshape(tl.join(first, second), x.shape)
-
-
-@triton.jit
-def rotate_any(x, cos_sin, ok, stages: tl.constexpr):
-    """Rotates the pairs of any style at any offset of fp32 [T, tile], fetching each element's partner."""
-    half: tl.constexpr = stages.rope_dim // 2
-    column = tl.arange(0, x.shape[1])
-    place = column - stages.rope_offset
-    rotated = (place >= 0) & (place < stages.rope_dim)
-    if stages.neox:
-        is_first, pair = place < half, place % half
-        partner = tl.where(is_first, column + half, column - half)
-    else:
-        is_first, pair = place % 2 == 0, place // 2
-        partner = tl.where(is_first, column + 1, column - 1)
-    partner = tl.where(rotated, partner, column)
-    other = tl.gather(x, tl.broadcast_to(partner[None, :], x.shape), axis=1)
-    mask = rotated[None, :] & ok[:, None]
-    cos = tl.load(cos_sin[:, None] + pair[None, :], mask=mask, other=0.0)
-    sin = tl.load(cos_sin[:, None] + (half + pair)[None, :], mask=mask, other=0.0)
-    turned = tl.where(is_first[None, :], x * cos - other * sin, x * cos + other * sin)
-    return tl.where(rotated[None, :], turned, x)
-
-
-@triton.jit
-def rotate(x, cos_sin, ok, stages: tl.constexpr):
-    """Rotary embedding of fp32 [T, tile]; `cos_sin` are pointers [T] to a position's cosines, which exist where ok."""
-    if stages.neox or stages.rope_offset % 2 != 0:
-        x = rotate_any(x, cos_sin, ok, stages)
-    else:
-        x = rotate_pairs(x, cos_sin, ok, stages)
-    return x
-
-
-@triton.jit
-def hadamard(x, rec: tl.constexpr, scale: tl.constexpr):
-    """Normalised Walsh-Hadamard transform of each row of fp32 [T, tile]."""
-    rows: tl.constexpr = x.shape[0]
-    tile: tl.constexpr = x.shape[1]
-    levels: tl.constexpr = rec.levels
-    for level in tl.static_range(levels):
-        pairs = tl.reshape(x, (rows, tile // (2 << level), 2, 1 << level))
-        a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, tile))
-    return x * scale
 
 
 @triton.jit(
@@ -147,27 +55,70 @@ def fused_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     wanted = row < n
-    element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
-    source = kv_ptr + row[:, None] * kv_stride + element[None, :]
-    x = to_fp32(tl.load(source, mask=wanted[:, None] & exists[None, :], other=0.0))
-    if stages.norm:
-        x = rms_norm(x, to_fp32(tl.load(weight_ptr + element, mask=exists, other=0.0)), eps, rec)
+    # everything that a later stage waits for is asked for first
     if stages.rope_dim > 0:
-        position = tl.load(positions_ptr + row, mask=wanted, other=-1).to(tl.int64)
-        known = (position >= 0) & (position < max_position)
-        x = rotate(x, cos_sin_ptr + position * cos_sin_stride, known, stages)
-    if stages.hadamard:
-        x = hadamard(x, rec, stages.scale)
-    bits = round_bf16(x, rec.native)
-    if not rec.dense:
-        bits = tl.where(exists[None, :], bits, 0)
-    data, scale = quantise(bits, rec)
+        position = tl.load(positions_ptr + tl.minimum(row, n - 1)).to(tl.int64)
     if stages.store:
         block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
+    x = load_rows(kv_ptr, kv_stride, tl.minimum(row, n - 1), rec)
+    if stages.norm:
+        weight = to_fp32(load_weights(weight_ptr, tokens, rec))
+    if stages.rope_dim > 0:
+        known = (position >= 0) & (position < max_position)
+        cos_sin = cos_sin_ptr + position * cos_sin_stride
+        adjacent: tl.constexpr = not stages.neox and stages.rope_offset % 2 == 0
+        if adjacent:
+            cos, sin = pair_turns(cos_sin, known, rec, stages)
+    x = to_fp32(x)
+    if stages.norm:
+        x = rms_norm(x, weight, eps, rec)
+    if stages.rope_dim > 0:
+        x = rotate_pairs(x, cos, sin, stages) if adjacent else rotate_any(x, cos_sin, known, stages)
+    if stages.hadamard:
+        x = hadamard(x, rec, stages.scale)
+    if rec.pairs:
+        low, high = tl.split(tl.reshape(x, (tokens, rec.tile // 2, 2)))
+        data, scale = quantise_packed(pair_bf16(low, high), rec)
+    else:
+        data, scale = quantise(masked_bits(x, rec), rec)
+    if stages.store:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
         write_records(base, sf_base, ok, data, scale, rec)
     if stages.back:
         write_rows(back_ptr, back_stride, row, wanted, dequantise(data, scale, rec), rec)
+
+
+@triton.jit
+def load_rows(kv_ptr, kv_stride, row, rec: tl.constexpr):
+    """bf16 or fp32 [T, tile] of rows [T] (int64) that exist: a mask would clear registers first."""
+    source = kv_ptr + row * kv_stride
+    if rec.pairs:
+        x = rows_of(tl.load(addresses(source, rec, 8)))
+    else:
+        element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
+        x = tl.load(source[:, None] + element[None, :], mask=exists[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def load_weights(weight_ptr, rows: tl.constexpr, rec: tl.constexpr):
+    """bf16 or fp32 [1, tile], or [rows, tile] where a lane has one row and so reads no more than it needs."""
+    if rec.pairs:
+        weight = rows_of(tl.load(addresses(weight_ptr + tl.zeros((rows,), tl.int32), rec, 8)))
+    else:
+        element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
+        weight = tl.load(weight_ptr + element, mask=exists, other=0.0)[None, :]
+    return weight
+
+
+@triton.jit
+def masked_bits(x, rec: tl.constexpr):
+    """bf16 bits int16 [T, tile] of fp32, zero where there is no element."""
+    bits = round_bf16(x, rec.native)
+    if not rec.dense:
+        _, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
+        bits = tl.where(exists[None, :], bits, 0)
+    return bits
 
 
 @triton.jit
@@ -186,11 +137,11 @@ def bind_fused_store(request: Request) -> Launcher:
     layout = request.layout
     record = record_of(layout, request.block_size or 1, request.platform)
     record = replace(record, narrow=record.token_stride % 8 == 0)  # a claim about addresses: only where it is true
-    tokens, warps = launch_shape("fused", record, request.platform.arch)
+    packed = by_pairs(record)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
-    kernels: dict[tuple, Kernel] = {}
+    kernels: dict[tuple, tuple[Kernel, int]] = {}
 
-    def kernel_of(norm: NormArgs | None, rope: RopeArgs | None, *flags: bool) -> Kernel:
+    def kernel_of(norm: NormArgs | None, rope: RopeArgs | None, *flags: bool) -> tuple[Kernel, int]:
         rotation = (0, 0, False) if rope is None else (rope.rope_dim, _offset(rope), rope.is_neox_style)
         key = (norm is None, rotation, flags)
         kernel = kernels.get(key)
@@ -198,8 +149,9 @@ def bind_fused_store(request: Request) -> Launcher:
             stages = Stages(norm is not None, *rotation, *flags, scale=record.elements**-0.5)
             # ptxas 12.8 packs four codes of the hardware's cast to a register and, where single codes are used again, reads
             # another one (wrong bytes on an H200): kernels that give rows back encode by integers
-            codec = replace(record, native=False) if stages.back else record
-            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps)
+            codec = replace(record, native=False) if stages.back else packed
+            tokens, warps = launch_shape("fused_pairs" if codec.pairs else "fused", codec, request.platform.arch)
+            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps), tokens
         return kernel
 
     def _offset(rope: RopeArgs) -> int:
@@ -211,7 +163,8 @@ def bind_fused_store(request: Request) -> Launcher:
         weight, eps = (kv, 0.0) if norm is None else (norm.weight, norm.eps)
         positions, table = (kv, kv) if rope is None else (rope.positions, rope.cos_sin_cache)
         blocks, block_stride = (0, 0) if cache is None else (cache.shape[0], cache.stride(0) // unit)
-        kernel_of(norm, rope, hadamard is not None, cache is not None, back is not None)(
+        kernel, tokens = kernel_of(norm, rope, hadamard is not None, cache is not None, back is not None)
+        kernel(
             (n + tokens - 1) // tokens,
             kv,
             kv.stride(0),

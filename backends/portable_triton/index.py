@@ -17,9 +17,9 @@ INT32_LIMIT = tl.constexpr(INT32_MAX)
 @triton.jit
 def tile_of(parts, width, tile: tl.constexpr):
     """Row (int64), columns [tile] (int64) and which of them exist, of this program."""
-    row = tl.program_id(0).to(tl.int64) // parts
-    column = (tl.program_id(0).to(tl.int64) % parts) * tile + tl.arange(0, tile)
-    return row, column, column < width
+    row = tl.program_id(0) // parts  # in 32 bits, as the number of programs: a division of 64 bits is a hundred instructions
+    column = (tl.program_id(0) - row * parts).to(tl.int64) * tile + tl.arange(0, tile)
+    return row.to(tl.int64), column, column < width
 
 
 @triton.jit(
@@ -35,15 +35,16 @@ def convert_kernel(
     lens_ptr,
     lens_row: tl.int64,
     lens_column: tl.int64,
-    queries: tl.int64,
+    queries: tl.int32,
     count: tl.int64,
     width: tl.int64,
     block_size: tl.int32,
-    parts: tl.int64,
+    parts: tl.int32,
     tile: tl.constexpr,
 ):
     row, column, exists = tile_of(parts, count, tile)
-    batch, query = row // queries, row % queries
+    batch = (row.to(tl.int32) // queries).to(tl.int64)
+    query = row - batch * queries
     entries = topk_ptr + batch * topk_row + query * topk_stride + column
     length = tl.load(lens_ptr + batch * lens_row + query * lens_column)
     index = tl.load(entries, mask=exists, other=-1)
@@ -96,7 +97,7 @@ def cat_kernel(
     left_width: tl.int64,
     width: tl.int64,
     base: tl.int64,
-    parts: tl.int64,
+    parts: tl.int32,
     tile: tl.constexpr,
 ):
     row, column, exists = tile_of(parts, width, tile)
@@ -123,7 +124,7 @@ def bind_index_cat(request: Request) -> Launcher:
 
 
 @triton.jit(do_not_specialize=["width", "parts"], do_not_specialize_on_alignment=["pivots_ptr"])
-def expand_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, parts: tl.int64, tile: tl.constexpr):
+def expand_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, parts: tl.int32, tile: tl.constexpr):
     row, column, exists = tile_of(parts, width, tile)
     pivots_ptr += row * 4
     offset1 = tl.load(pivots_ptr).to(tl.int64)
@@ -150,7 +151,7 @@ def bind_expand_swa_index(request: Request) -> Launcher:
 
 
 @triton.jit(do_not_specialize=["width", "block_size", "parts"], do_not_specialize_on_alignment=["pivots_ptr"])
-def decode_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, block_size: tl.int64, parts: tl.int64, tile: tl.constexpr):
+def decode_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, block_size: tl.int64, parts: tl.int32, tile: tl.constexpr):
     row, column, exists = tile_of(parts, width, tile)
     start = tl.load(pivots_ptr + row * 2).to(tl.int64)
     length = tl.load(pivots_ptr + row * 2 + 1)

@@ -80,18 +80,19 @@ def write_rows(out_ptr, out_stride, row, written, bits, rec: tl.constexpr):
 def segment_rows(segments_ptr, total_k, num_blocks, rec: tl.constexpr, tokens: tl.constexpr):
     """Block, tokens [T], whether they can be read, output rows [T], whether they are written, and whether any is."""
     parts: tl.constexpr = (rec.block_size + tokens - 1) // tokens
-    segment = tl.program_id(0).to(tl.int64) // parts
-    segments_ptr += segment * 4
+    program = tl.program_id(0)
+    segments_ptr += (program // parts).to(tl.int64) * 4
     block = tl.load(segments_ptr).to(tl.int64)
-    begin = tl.load(segments_ptr + 1).to(tl.int64)
-    end = tl.load(segments_ptr + 2).to(tl.int64)
-    target = tl.load(segments_ptr + 3).to(tl.int64)
-    first = tl.maximum(begin, 0) + (tl.program_id(0) % parts) * tokens
+    begin = tl.load(segments_ptr + 1)
+    limit = tl.minimum(tl.load(segments_ptr + 2), rec.block_size)
+    shift = tl.load(segments_ptr + 3).to(tl.int64) - begin
+    first = tl.minimum(tl.maximum(begin, 0), rec.block_size) + (program % parts) * tokens
     token = first + tl.arange(0, tokens)
-    row = token + (target - begin)
-    limit = tl.minimum(end, rec.block_size)
-    covered = (token < limit) & (row >= 0) & (row < total_k)
-    return block, token, covered & (block >= 0) & (block < num_blocks), row, covered, first < limit
+    row = token + shift
+    # unsigned: a negative row or block is larger than any
+    covered = (token < limit) & (row.to(tl.uint64, bitcast=True) < total_k.to(tl.uint64))
+    known = block.to(tl.uint64) < num_blocks.to(tl.uint64)
+    return block, token.to(tl.int64), covered & known, row, covered, (first < limit) & (first + shift < total_k)
 
 
 @triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
@@ -131,12 +132,17 @@ def load_slots_kernel(
 
 
 @triton.jit
-def copy_items(source, target, ok, covered, count: tl.constexpr):
-    """Copies `count` items a row between pointers [T] of one type; zeros where not ok, nothing where not covered."""
+def load_items(source, ok, count: tl.constexpr):
+    """`count` items a row, padded to a power of two, at pointers [T]; zeros where not ok."""
     item = tl.arange(0, triton.next_power_of_2(count))
-    exists = (item < count)[None, :]
-    data = tl.load(source[:, None] + item[None, :], mask=ok[:, None] & exists, other=0)
-    tl.store(target[:, None] + item[None, :], data, mask=covered[:, None] & exists)
+    return tl.load(source[:, None] + item[None, :], mask=ok[:, None] & (item < count)[None, :], other=0)
+
+
+@triton.jit
+def store_items(target, items, covered, count: tl.constexpr):
+    """The first `count` items of each row to pointers [T], where covered."""
+    item = tl.arange(0, items.shape[1])
+    tl.store(target[:, None] + item[None, :], items, mask=covered[:, None] & (item < count)[None, :])
 
 
 @triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
@@ -156,14 +162,15 @@ def load_raw_kernel(
     block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
     if any_covered:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-        copy_items(base, out_ptr + row * out_stride, ok, covered, rec.data_bytes)
         # byte by byte only where a record's scales do not lie on the addresses that whole words need
         sf_target = out_sf_ptr + row * out_sf_stride
-        sf_words: tl.constexpr = rec.sf_bytes // 4
-        if sf_target.dtype.element_ty == tl.uint8:
-            copy_items(sf_base, sf_target, ok, covered, rec.sf_bytes)
-        else:
-            copy_items(sf_base.to(sf_target.dtype), sf_target, ok, covered, sf_words)
+        words: tl.constexpr = sf_target.dtype.element_ty != tl.uint8
+        sf_items: tl.constexpr = rec.sf_bytes // 4 if words else rec.sf_bytes
+        # both are on their way before the first is written
+        data = load_items(base, ok, rec.data_bytes)
+        sf = load_items(sf_base.to(sf_target.dtype), ok, sf_items)
+        store_items(out_ptr + row * out_stride, data, covered, rec.data_bytes)
+        store_items(sf_target, sf, covered, sf_items)
 
 
 def bind_load(request: Request) -> Launcher:

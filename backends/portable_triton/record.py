@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvhal.formats import ALIGNMENT, SF_ITEM_BYTES, UE8M0_RULES, KVCacheFormat
+from kvhal.formats import ALIGNMENT, BF16_MANTISSA_BITS, SF_ITEM_BYTES, UE8M0_RULES, KVCacheFormat
 from kvhal.layout import cache_geometry
 from kvhal.platform import Platform
 
-#: (platform kind, architecture) pairs on which tests/triton/test_native.py found the hardware casts identical to the
+#: (platform kind, architecture) pairs on which tests/triton/test_gpu.py found the hardware casts identical to the
 #: integer codec for every input; anything else runs the integers
 PROVEN_NATIVE = frozenset({("cuda", "sm_90")})
 
@@ -37,10 +37,11 @@ class Record:
         block_unit: bytes that a block stride is counted in.
         words: e2m1 data can be accessed as aligned int32 words; sf_aligned: single scales lie on aligned addresses;
             sf_words: a record's scales can be accessed as aligned int32 words.
-        sf_floor, sf_shift, sf_mantissa: the ue8m0 rule of the data type.
+        sf_floor, sf_shift, sf_carry: the ue8m0 rule of the data type; a mantissa above its limit plus sf_carry overflows.
         native: the architecture's own casts are proven identical to the integer codec.
         ptx: instructions may be written in PTX: an NVIDIA device, not the interpreter.
         narrow: e4m3 codes are written eight bytes a lane, so that a lane holds as many elements as of cos and sin.
+        pairs: elements are quantised two a register (see packed).
     """
 
     dtype: str
@@ -63,10 +64,11 @@ class Record:
     sf_words: bool
     sf_floor: int
     sf_shift: int
-    sf_mantissa: int
+    sf_carry: int
     native: bool
     ptx: bool
     narrow: bool = False
+    pairs: bool = False
 
     @property
     def tile(self) -> int:
@@ -115,10 +117,20 @@ def record_of(layout: KVCacheFormat, block_size: int, platform: Platform) -> Rec
         sf_words=layout.sf_bytes % 4 == 0 and geometry.sf_offset % 4 == 0 and geometry.sf_token_stride % 4 == 0,
         sf_floor=floor,
         sf_shift=shift,
-        sf_mantissa=mantissa,
+        sf_carry=(1 << BF16_MANTISSA_BITS) - 1 - mantissa,
         native=(platform.kind, platform.arch) in PROVEN_NATIVE and not platform.interpreted,
         ptx=platform.kind == "cuda" and not platform.interpreted,
     )
+
+
+def by_pairs(record: Record) -> Record:
+    """The record as kernels see it that quantise pairs, where lanes that hold octets can make and write whole words of it."""
+    whole = record.dense and record.group % 8 == 0 and record.tile % 128 == 0
+    if record.dtype == "e4m3":
+        pairs = whole and record.token_stride % 4 == 0
+    else:
+        pairs = whole and record.words and record.groups > 1
+    return replace(record, pairs=record.native and pairs)
 
 
 def tile_elements(layout: KVCacheFormat) -> int:

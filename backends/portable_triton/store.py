@@ -5,22 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import quantise_e4m3
+from kvhal.backends.portable_triton.codec import BF16_LOW, BF16_SHIFT, quantise_e4m3
 from kvhal.backends.portable_triton.codec_e2m1 import quantise_e2m1
 from kvhal.backends.portable_triton.launch import Kernel, launch_shape
-from kvhal.backends.portable_triton.record import record_of
+from kvhal.backends.portable_triton.packed import addresses, items_of, quantise_pairs, rows_of
+from kvhal.backends.portable_triton.packed_e2m1 import quantise_pairs_e2m1
+from kvhal.backends.portable_triton.record import Record, by_pairs, record_of
 from kvhal.interface import Launcher, Request
 
 
 @triton.jit
 def resolve_slots(slots_ptr, row, n, num_blocks, rec: tl.constexpr):
     """Block, token in the block, and whether the slot is in the cache, for rows [T] (int64) of a slot mapping."""
-    slot = tl.load(slots_ptr + row, mask=row < n, other=-1)
-    inside = slot >= 0
-    slot = tl.where(inside, slot, 0)
-    block = (slot // rec.block_size).to(tl.int64)
-    token = (slot % rec.block_size).to(tl.int64)
-    return block, token, inside & (block < num_blocks)
+    slot = tl.load(slots_ptr + row, mask=row < n, other=-1).to(tl.int64)
+    # unsigned: a negative slot is larger than any cache, and a block size that is a power of two costs shifts
+    slot = slot.to(tl.uint64, bitcast=True)
+    block = slot // rec.block_size
+    token = slot - block * rec.block_size
+    return block.to(tl.int64, bitcast=True), token.to(tl.int64, bitcast=True), block < num_blocks.to(tl.uint64)
 
 
 @triton.jit
@@ -102,9 +104,26 @@ def quantise(bits, rec: tl.constexpr):
 
 
 @triton.jit
+def quantise_packed(pairs, rec: tl.constexpr):
+    """Data, as int32 words, and scales (int32 [T, groups]) of pairs: int32 [T, tile / 2] of bf16."""
+    if rec.dtype == "e4m3":
+        data, scale = quantise_pairs(pairs, rec)
+    else:
+        data, scale = quantise_pairs_e2m1(pairs, rec)
+    return data, scale
+
+
+@triton.jit
 def write_records(base, sf_base, ok, data, scale, rec: tl.constexpr):
-    """Writes what `quantise` returned to the records at `base` and `sf_base`, where ok (bool [T])."""
-    if rec.dtype == "e2m1":
+    """Writes what `quantise` or `quantise_packed` returned to the records at `base` and `sf_base`, where ok (bool [T])."""
+    if rec.pairs:
+        width: tl.constexpr = 2 if rec.dtype == "e4m3" else 1
+        words = base.to(tl.pointer_type(tl.int32))
+        if width == 1:  # no claim of wider accesses: a lane's words would have to change lanes for them
+            words = tl.multiple_of(words, 4)
+        target = addresses(words, rec, width)
+        tl.store(target, items_of(data, width), mask=ok[None, :, None, None])
+    elif rec.dtype == "e2m1":
         write_words(base, data, ok, rec)
     else:
         element, exists = element_of(tl.arange(0, data.shape[1]), rec)
@@ -133,20 +152,33 @@ def store_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
-    element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
-    source = kv_ptr + row[:, None] * kv_stride + element[None, :]
     # skipped rows are read too: waiting for the slots first would cost every row a second trip to memory
-    bits = tl.load(source, mask=(row < n)[:, None] & exists[None, :], other=0.0).to(tl.int16, bitcast=True)
+    if rec.pairs:
+        source = addresses(kv_ptr + tl.minimum(row, n - 1) * kv_stride, rec, 8)
+        bits = rows_of(tl.load(source).to(tl.int16, bitcast=True)).to(tl.int32)
+        low, high = tl.split(tl.reshape(bits, (tokens, rec.tile // 2, 2)))
+        data, scale = quantise_packed((low & BF16_LOW) | (high << BF16_SHIFT), rec)
+    else:
+        element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
+        source = kv_ptr + row[:, None] * kv_stride + element[None, :]
+        bits = tl.load(source, mask=(row < n)[:, None] & exists[None, :], other=0.0).to(tl.int16, bitcast=True)
+        data, scale = quantise(bits, rec)
     base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
-    data, scale = quantise(bits, rec)
     write_records(base, sf_base, ok, data, scale, rec)
+
+
+def packed_store(record: Record) -> bool:
+    """Only e2m1 has so much work that it matters how rows lie over lanes."""
+    return record.dtype == "e2m1"
 
 
 def bind_store(request: Request) -> Launcher:
     """The launcher of STORE (kvhal.interface, "Launchers")."""
     layout, block_size = request.layout, request.block_size
     record = record_of(layout, block_size, request.platform)
-    tokens, warps = launch_shape("store", record, request.platform.arch)
+    if packed_store(record):
+        record = by_pairs(record)
+    tokens, warps = launch_shape("store_pairs" if record.pairs else "store", record, request.platform.arch)
     kernel = Kernel(store_kernel, (record, tokens), warps)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 

@@ -2,6 +2,7 @@
 
 store, fused, load, slots  (elements a program, tokens at least, warps): as many tokens as have so many elements, with padding;
                            a larger record gets a program of its own, with as many times the warps
+store_pairs, fused_pairs   the same of kernels that quantise two elements a register: eight lanes a row (see packed)
 raw                        (bytes of data a program, tokens at least, warps), likewise
 others                     (table entries a program, warps)
 All are powers of two.
@@ -56,6 +57,8 @@ TABLE = Table(
     defaults={
         **{(kernel, dtype): (1024, 1, 1) for kernel in ("store", "fused") for dtype in ("e4m3", "e2m1", None)},
         **{(kernel, dtype): (2048, 1, 1) for kernel in ("load", "slots") for dtype in ("e4m3", "e2m1", None)},
+        # eight lanes a row, so four rows a warp
+        **{(kernel, dtype): (1024, 4, 1) for kernel in ("store_pairs", "fused_pairs") for dtype in ("e4m3", "e2m1")},
         **{("raw", dtype): (4096, 1, 2) for dtype in ("e4m3", "e2m1")},
         **{(kernel, None): (1024, 4) for kernel in ("convert", "cat", "expand", "window")},
         ("plan", None): (256, 4),

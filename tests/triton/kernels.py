@@ -5,8 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import encode_e4m3, round_bf16, widen
+from kvhal.backends.portable_triton.codec import encode_e4m3, power_of_two_bits, reciprocal, round_bf16, widen
 from kvhal.backends.portable_triton.codec_e2m1 import E2M1_TOP, reciprocal_of_scale, round_e2m1, scale_e2m1
+from kvhal.backends.portable_triton.packed import multiplied_codes, scaled_codes
+from kvhal.backends.portable_triton.stages import inverse_root
 
 
 @triton.jit
@@ -24,6 +26,33 @@ def count_bf16_mismatches(count_ptr, size: tl.constexpr):
     bits = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     value = bits.to(tl.int32).to(tl.float32, bitcast=True)
     wrong = round_bf16(value, True) != round_bf16(value, False)
+    tl.atomic_add(count_ptr, tl.sum(wrong.to(tl.int32)))
+
+
+@triton.jit
+def count_root_mismatches(count_ptr, size: tl.constexpr):
+    """The same of 1 / sqrt of fp32 without a sign bit, against the compiler's own steps; NaNs count as equal."""
+    bits = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    value = bits.to(tl.int32).to(tl.float32, bitcast=True)
+    have, need = inverse_root(value, True, True), reciprocal(tl.sqrt_rn(value), True)
+    wrong = (have.to(tl.int32, bitcast=True) != need.to(tl.int32, bitcast=True)) & ((have == have) | (need == need))
+    tl.atomic_add(count_ptr, tl.sum((wrong & (bits.to(tl.int32) >= 0)).to(tl.int32)))
+
+
+@triton.jit
+def count_packed_mismatches(count_ptr, size: tl.constexpr):
+    """How many pairs of bf16 (program 0 has `size`) get other codes two a register than one by one; a scale byte a row."""
+    low = (tl.program_id(0) * size + tl.arange(0, size)) & 0xFFFF
+    high = (low * 40503 + 12345) & 0xFFFF  # every bf16 once more, in another order
+    pair = low | (high << 16)
+    power = power_of_two_bits(105 + tl.program_id(1) + tl.zeros((size,), tl.int32))
+    half = power.to(tl.int32, bitcast=True) >> 16
+    first = encode_e4m3((low << 16).to(tl.float32, bitcast=True) * power, False).to(tl.int32)
+    second = encode_e4m3((high << 16).to(tl.float32, bitcast=True) * power, False).to(tl.int32)
+    need = first | (second << 8)
+    need |= need << 16
+    wrong = scaled_codes(pair, pair, half | (half << 16)) != need
+    wrong |= multiplied_codes(pair, pair, power) != need
     tl.atomic_add(count_ptr, tl.sum(wrong.to(tl.int32)))
 
 

@@ -46,6 +46,80 @@ def test_native_casts_of_every_fp32(name: str) -> None:
     assert int(count) == 0
 
 
+def test_inverse_root_of_every_fp32() -> None:
+    from tests.triton.kernels import count_root_mismatches
+
+    count = torch.zeros(1, dtype=torch.int32, device="cuda")
+    count_root_mismatches[(2**32 // SIZE,)](count, SIZE, enable_fp_fusion=False)
+    assert int(count) == 0
+
+
+def test_packed_codes_of_every_bf16_under_every_scale() -> None:
+    if not native():
+        pytest.skip("only where the hardware's casts are proven")
+    from tests.triton.kernels import count_packed_mismatches
+
+    count = torch.zeros(1, dtype=torch.int32, device="cuda")
+    count_packed_mismatches[(2**16 // SIZE, 247 - 105 + 1)](count, SIZE, enable_fp_fusion=False)
+    assert int(count) == 0
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("layout", SUPPORTED_KV_CACHE_FORMATS, ids=str)
+def test_fused_rows_of_every_magnitude(layout: KVCacheFormat, hadamard: bool) -> None:
+    """20,001 rows, with NaN, Inf and zeros among them, through the packed path: whole caches as the reference's."""
+    random = torch.Generator("cuda").manual_seed(3)
+    rows = torch.randn((20001, layout.elements), device="cuda", generator=random)
+    rows *= torch.exp2(torch.randint(-60, 60, (20001, 1), device="cuda", generator=random).float())
+    rows[::11, ::7] *= 2.0**20
+    rows[5::100, 3], rows[6::100, 9], rows[7::100] = float("nan"), float("inf"), 0.0
+    slots = torch.randperm(25000, device="cuda", generator=random)[:20001]
+    table = torch.rand((512, 64), device="cuda", generator=random)
+    positions = torch.randint(-2, 515, (20001,), device="cuda", generator=random)
+    weight = torch.randn(layout.elements, device="cuda", generator=random)
+    for norm in (None, kvhal.NormArgs(weight), kvhal.NormArgs(weight.bfloat16(), 0.0)):
+        caches = []
+        for backend in (BACKEND, "reference_torch"):
+            cache = alloc_kv_cache(400, 63, layout, "cuda")
+            cache.view(torch.uint8).fill_(0x5A)
+            with kvhal.use_backend(backend):
+                kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
+                    rows.bfloat16(),
+                    norm_args=norm,
+                    rope_args=kvhal.RopeArgs(positions, table, 64),
+                    hadamard_args=kvhal.HadamardArgs() if hadamard else None,
+                    cast_args=kvhal.CastArgs.for_layout(layout),
+                    out_args=kvhal.KVCacheOutArgs(cache, slots, layout),
+                )
+            caches.append(cache)
+        assert same(*caches)
+
+
+@pytest.mark.parametrize("layout", SUPPORTED_KV_CACHE_FORMATS, ids=str)
+def test_every_bf16_beside_every_maximum(layout: KVCacheFormat) -> None:
+    """Groups of any bf16 under maxima from the smallest to NaN, both signs, stored as the reference stores them."""
+    random = torch.Generator("cuda").manual_seed(4)
+    per = layout.elements_per_sf
+    maxima = torch.arange(0, 0x7FFF, device="cuda").repeat_interleave(3)
+    maxima = maxima[: len(maxima) // layout.num_scales * layout.num_scales]
+    share = torch.rand((len(maxima), per), device="cuda", generator=random) * 1.002  # of a maximum's bits: any smaller bf16
+    near = torch.rand((len(maxima), 1), device="cuda", generator=random) < 0.7  # mostly of its own few binades
+    floor = torch.where(near, (maxima[:, None] - 600).clamp(min=0), 0)
+    bits = (floor + share * (maxima[:, None] - floor)).to(torch.int32).clamp(max=0x7FFF)
+    bits[:, 0] = maxima
+    bits |= torch.randint(0, 2, bits.shape, device="cuda", generator=random, dtype=torch.int32) << 15
+    rows = bits.to(torch.int16).view(torch.bfloat16).view(-1, layout.elements)
+    slots = torch.randperm(len(rows), device="cuda", generator=random)
+    caches = []
+    for backend in (BACKEND, "reference_torch"):
+        cache = alloc_kv_cache(-(-len(rows) // 64), 64, layout, "cuda")
+        cache.view(torch.uint8).fill_(0x5A)
+        with kvhal.use_backend(backend):
+            kvhal.store_kv_cache(rows, cache, slots, layout=layout)
+        caches.append(cache)
+    assert same(*caches)
+
+
 def test_native_reciprocal_of_every_scale() -> None:
     from tests.triton.kernels import both_reciprocals
 

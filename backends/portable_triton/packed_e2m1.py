@@ -1,0 +1,175 @@
+"""The short way to e2m1 codes, two elements a register (see packed)."""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+
+from kvhal import formats
+from kvhal.backends.portable_triton.codec import (
+    BF16_HIGH,
+    BF16_SHIFT,
+    E4M3_NAN,
+    E4M3_SF_AMAX_FLOOR,
+    E4M3_SF_RECIPROCAL,
+    E4M3_SHIFT,
+    E4M3_UNBIAS,
+    FP32_INF,
+    UE8M0_NAN,
+)
+from kvhal.backends.portable_triton.codec_e2m1 import E2M1_IN_FP16, E2M1_LIFT, reciprocal_of_scale
+from kvhal.backends.portable_triton.packed import (
+    HALVES,
+    any_not_finite,
+    finite_pairs,
+    group_maxima,
+    larger_halves,
+    side_by_side,
+    spread,
+    ue8m0_halves,
+)
+
+
+def _bf16(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little") >> formats.BF16_SHIFT
+
+
+#: bf16 bits of the largest magnitudes between which an e4m3 scale depends on them
+AMAX_LOW = tl.constexpr(_bf16(E4M3_SF_AMAX_FLOOR.value))
+AMAX_HIGH = tl.constexpr(_bf16(formats.E2M1_MAX * formats.E4M3_MAX))
+#: an e4m3 lies in fp32's bits as it is when it is this much smaller, subnormals included; the product with a magnitude is
+#: rounded at another place than the specification's, which changes no scale (tests/triton tries every magnitude)
+SF_IN_FP32 = tl.constexpr(E4M3_SF_RECIPROCAL.value / E4M3_UNBIAS.value)
+E4M3_HALF_STEP = tl.constexpr((1 << (E4M3_SHIFT.value - 1)) - 1)
+
+
+@triton.jit
+def smaller_halves(left, right):
+    """Of two pairs of unsigned 16-bit halves, the smaller of each."""
+    return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def octet_codes(first, second, third, fourth, multiplier):
+    """Eight e2m1 codes (int32) of four pairs of bf16 times fp32, the products scaled by 2**-14 and rounded to fp32.
+
+    Elements i and i + 4 share a register as fp16, are clamped with their signs, and rounded to the nearest even code as in
+    `codec_e2m1.round_e2m1`. A code is then moved to the top of its half, two codes to a byte, and the bytes into their order.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c0, c1, c2, c3, t;
+        shl.b32 a, $1, 16;
+        shl.b32 b, $3, 16;
+        mul.rn.f32 a, a, $5;
+        mul.rn.f32 b, b, $5;
+        cvt.rn.f16x2.f32 c0, b, a;
+        and.b32 a, $1, 0xFFFF0000;
+        and.b32 b, $3, 0xFFFF0000;
+        mul.rn.f32 a, a, $5;
+        mul.rn.f32 b, b, $5;
+        cvt.rn.f16x2.f32 c1, b, a;
+        shl.b32 a, $2, 16;
+        shl.b32 b, $4, 16;
+        mul.rn.f32 a, a, $5;
+        mul.rn.f32 b, b, $5;
+        cvt.rn.f16x2.f32 c2, b, a;
+        and.b32 a, $2, 0xFFFF0000;
+        and.b32 b, $4, 0xFFFF0000;
+        mul.rn.f32 a, a, $5;
+        mul.rn.f32 b, b, $5;
+        cvt.rn.f16x2.f32 c3, b, a;
+        mov.b32 t, 0x0E000E00;
+        min.xorsign.abs.f16x2 c0, c0, t;
+        min.xorsign.abs.f16x2 c1, c1, t;
+        min.xorsign.abs.f16x2 c2, c2, t;
+        min.xorsign.abs.f16x2 c3, c3, t;
+        shr.u32 a, c0, 9;
+        and.b32 a, a, 0x00010001;
+        add.u32 c0, c0, a;
+        add.u32 c0, c0, 0x00FF00FF;
+        shr.u32 a, c1, 9;
+        and.b32 a, a, 0x00010001;
+        add.u32 c1, c1, a;
+        add.u32 c1, c1, 0x00FF00FF;
+        shr.u32 a, c2, 9;
+        and.b32 a, a, 0x00010001;
+        add.u32 c2, c2, a;
+        add.u32 c2, c2, 0x00FF00FF;
+        shr.u32 a, c3, 9;
+        and.b32 a, a, 0x00010001;
+        add.u32 c3, c3, a;
+        add.u32 c3, c3, 0x00FF00FF;
+        shl.b32 a, c0, 3;
+        lop3.b32 c0, a, c0, 0x80008000, 0xD8;
+        shl.b32 a, c1, 3;
+        lop3.b32 c1, a, c1, 0x80008000, 0xD8;
+        shl.b32 a, c2, 3;
+        lop3.b32 c2, a, c2, 0x80008000, 0xD8;
+        shl.b32 a, c3, 3;
+        lop3.b32 c3, a, c3, 0x80008000, 0xD8;
+        shr.u32 c0, c0, 4;
+        lop3.b32 c0, c0, c1, 0xF000F000, 0xD8;
+        shr.u32 c2, c2, 4;
+        lop3.b32 c2, c2, c3, 0xF000F000, 0xD8;
+        prmt.b32 $0, c0, c2, 0x7351;
+        }""",
+        "=r,r,r,r,r,r",
+        [first, second, third, fourth, multiplier],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def scale_pairs_e2m1(both, rec: tl.constexpr):
+    """Scale bytes (int32 [T, groups]) and fp32 multipliers, scaled by 2**-14, of `group_maxima` that are finite."""
+    if rec.sf_format == "ue8m0":
+        byte, power = ue8m0_halves(both, rec)
+        scale = spread(byte)
+        multiplier = wide_halves(power) * E2M1_IN_FP16
+    else:
+        both = larger_halves(both, tl.full(both.shape, AMAX_LOW * HALVES, tl.int32))
+        both = smaller_halves(both, tl.full(both.shape, AMAX_HIGH * HALVES, tl.int32))
+        bits = (wide_halves(both) * SF_IN_FP32).to(tl.int32, bitcast=True)
+        scale = (bits + E4M3_HALF_STEP + ((bits >> E4M3_SHIFT) & 1)) >> E4M3_SHIFT
+        value = (scale << E4M3_SHIFT).to(tl.float32, bitcast=True) * E4M3_UNBIAS
+        lifted = ((scale & 7) == 7) & (scale > 7)
+        factor = tl.full(value.shape, E2M1_IN_FP16, tl.float32)
+        multiplier = reciprocal_of_scale(value, True) * tl.where(lifted, E2M1_LIFT * E2M1_IN_FP16, factor)
+    return scale, multiplier
+
+
+@triton.jit
+def wide_halves(both):
+    """fp32 [T, 2 n] of bf16 halves [T, n]: all lower ones, then all upper ones."""
+    return side_by_side(both << BF16_SHIFT, both & BF16_HIGH).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantise_pairs_e2m1(pairs, rec: tl.constexpr):
+    """`codec_e2m1.quantise_e2m1` of pairs: int32 [T, tile / 2] of bf16.
+
+    Returns:
+        words int32 [T, tile / 8], and scale bytes int32 [T, groups].
+    """
+    rows: tl.constexpr = pairs.shape[0]
+    words: tl.constexpr = pairs.shape[1] // 4
+    both = group_maxima(pairs, rec)
+    poison = tl.full((rows, rec.groups), 0, tl.int32)
+    if any_not_finite(both):  # rare
+        # e2m1 has no NaN: the scale says it, and the codes are zero
+        nan: tl.constexpr = UE8M0_NAN if rec.sf_format == "ue8m0" else E4M3_NAN
+        poison = tl.where((spread(both) << BF16_SHIFT) > FP32_INF, nan, poison)
+        of_pair = tl.broadcast_to(poison[:, :, None], (rows, rec.groups, rec.group // 2))
+        pairs = tl.where(tl.reshape(of_pair, pairs.shape) != 0, 0, finite_pairs(pairs, False))
+        both = group_maxima(pairs, rec)
+    scale, multiplier = scale_pairs_e2m1(both, rec)
+    of_word = tl.broadcast_to(multiplier[:, :, None], (rows, rec.groups, rec.group // 8))
+    even, odd = tl.split(tl.reshape(pairs, (rows, words, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return octet_codes(first, second, third, fourth, tl.reshape(of_word, (rows, words))), scale | poison
