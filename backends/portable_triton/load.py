@@ -83,16 +83,15 @@ def segment_rows(segments_ptr, total_k, num_blocks, rec: tl.constexpr, tokens: t
     program = tl.program_id(0)
     segments_ptr += (program // parts).to(tl.int64) * 4
     block = tl.load(segments_ptr).to(tl.int64)
-    begin = tl.load(segments_ptr + 1)
-    limit = tl.minimum(tl.load(segments_ptr + 2), rec.block_size)
-    shift = tl.load(segments_ptr + 3).to(tl.int64) - begin
-    first = tl.minimum(tl.maximum(begin, 0), rec.block_size) + (program % parts) * tokens
+    begin = tl.load(segments_ptr + 1).to(tl.int64)
+    end = tl.load(segments_ptr + 2).to(tl.int64)
+    target = tl.load(segments_ptr + 3).to(tl.int64)
+    first = tl.maximum(begin, 0) + (program % parts) * tokens
     token = first + tl.arange(0, tokens)
-    row = token + shift
-    # unsigned: a negative row or block is larger than any
+    row = token + (target - begin)
+    limit = tl.minimum(end, rec.block_size)
     covered = (token < limit) & (row.to(tl.uint64, bitcast=True) < total_k.to(tl.uint64))
-    known = block.to(tl.uint64) < num_blocks.to(tl.uint64)
-    return block, token.to(tl.int64), covered & known, row, covered, (first < limit) & (first + shift < total_k)
+    return block, token, covered & (block >= 0) & (block < num_blocks), row, covered, first < limit
 
 
 @triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
