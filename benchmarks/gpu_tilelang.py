@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,11 +24,10 @@ import torch
 from isolated import CHUNK, DECODE, NAMES, TOKENS, Yardstick, commit, copy_bandwidth, operands, timings, yardstick
 
 import kvhal
-from kvhal.backends.cuda_tilelang import build, fused, index, load, store
+from kvhal.backends.cuda_tilelang import build, fused, load, store
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import BF16_FORMAT, BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
 from kvhal.interface import Op
-from kvhal.layout import alloc_kv_cache
 from kvhal.platform import detect
 
 INDEX_FORMATS = {name: layout for name, layout in BUILTIN_FORMATS.items() if layout.is_index}
@@ -41,17 +39,7 @@ OPS = {
     fused.fused_kernel: Op.FUSED_STORE,
 }
 SHAPES = [(1, 4), (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4)]  # tokens, warps
-FUSED = [
-    (4, 792, 1),
-    (4, 1584, 1),
-    (4, 6336, 1),
-    (4, 660, 2),
-    (4, 1320, 2),
-    (4, 792, 2),
-    (8, 396, 1),
-    (8, 264, 2),
-    (2, 1584, 1),
-]
+FUSED = [(4, 1056, 8), (4, 4224, 8), (4, 8448, 8), (4, 16896, 8), (4, 19008, 9), (4, 33792, 8), (8, 8448, 4)]
 TILES = [(32, 64), (32, 128), (64, 64), (64, 128), (64, 256), (128, 256)]
 
 
@@ -135,44 +123,6 @@ def _odd_blocks(stages: Any) -> list[Job]:
     ]
 
 
-def host_costs() -> dict[str, float]:
-    """Host microseconds of one eager call at one token, and of its built kernel called directly with ready arguments."""
-    platform, device = detect("cuda"), torch.device("cuda", 0)
-    cache = alloc_kv_cache(4, 64, V41_FORMAT, device)
-    kv = torch.randn((1, 512), device=device, dtype=torch.bfloat16)
-    slots = torch.zeros(1, dtype=torch.int64, device=device)
-    segments = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
-    out = torch.empty((1, 512), dtype=torch.bfloat16, device=device)
-    table = torch.zeros((1, 1, 8), dtype=torch.int32, device=device)
-    lens, blocks = torch.ones((1, 1), dtype=torch.int32, device=device), torch.zeros((1, 4), dtype=torch.int32, device=device)
-    get = partial(build.kernel, platform=platform, device=device)
-    raw_store = get(store.store_kernel, V41_FORMAT, 64, "int64", 16, shape_of("sm_90", "store", "e4m3"))
-    raw_load = get(load.load_kernel, V41_FORMAT, 64, 16, shape_of("sm_90", "load", "e4m3"))
-    raw_convert = get(index.convert_kernel, *shape_of("sm_90", "convert", None))
-    calls: dict[str, Callable[[], Any]] = {
-        "store": lambda: kvhal.store_kv_cache(kv, cache, slots),
-        "store, kernel": lambda: raw_store(kv, cache, slots),
-        "load": lambda: kvhal.load_paged_kv_cache(cache, segments, 1, out),
-        "load, kernel": lambda: raw_load(cache, segments, 1, out),
-        "convert": lambda: kvhal.convert_kv_index(table, blocks, lens, 64),
-        "convert, kernel": lambda: raw_convert(table, blocks, lens, 64),
-        "torch add_": lambda: kv.add_(1),
-    }
-    return {name: _host_time(call) for name, call in calls.items()}
-
-
-def _host_time(call: Callable[[], Any]) -> float:
-    best = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(300):
-            call()
-        best.append((time.perf_counter() - begin) / 300 * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(best)
-
-
 def result_of(job: Job, by: Yardstick) -> dict[str, Any]:
     """One row of the results; printed too."""
     run = build.kernel(job.key[0], *job.key[1], platform=detect("cuda"), device=torch.device("cuda", 0))
@@ -198,7 +148,6 @@ def main() -> None:
     facts = {"device": torch.cuda.get_device_name(), "commit": options.commit or commit()}
     facts |= {"copy_bytes_a_second": by.bandwidth, "copy_again": copy_bandwidth(by.flush)}
     facts |= {"torch": torch.__version__, "tilelang": version("tilelang")}
-    facts |= {} if options.variants else {"host_microseconds": host_costs()}
     options.out.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
     print(facts)
 

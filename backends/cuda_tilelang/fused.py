@@ -144,6 +144,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
     kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
     max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
     words, step, rope = INPUT_WORDS[stages.input_dtype], tokens * blocks_at_most, stages.rope
+    turn_count = rope.turns(octets) if rope else 1
     with_norm, with_rope, with_slots = stages.weight_dtype is not None, rope is not None, stages.slot_dtype is not None
     stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
     fetch, finish = token_reader(layout, stages), value_writer(geometry, stages)
@@ -167,10 +168,9 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             factors = T.alloc_shared((lanes * rounds * OCTET if with_norm else 4,), "float32")
             slot = T.alloc_local((1,), "int64")  # of the next token
             place = T.alloc_local((1,), "int64")  # position of the next token
-            turns = T.alloc_local((rope.turns(octets) if rope else 1,), "float32")  # cosines and sines of the token
-            thread = T.get_thread_binding()
-            lane = thread % lanes
-            token = T.alloc_var("int32", init=program * tokens + thread // lanes)
+            turns = T.alloc_local((turn_count,), "float32")  # cosines and sines of the token
+            lane = T.get_thread_binding() % lanes
+            token = T.alloc_var("int32", init=program * tokens + T.get_thread_binding() // lanes)
             at = T.alloc_var("int64", init=T.cast(token, "int64") * kv_stride + lane * OCTET)  # of the lane's first octet
             T.pdl_sync()
             for w in T.unroll(rounds * words):

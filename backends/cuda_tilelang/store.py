@@ -28,13 +28,13 @@ SHAPE_OF_FEW = (1, 4)  #: rounds and warps where tokens are too few to fill the 
 def bind_store(request: Request) -> Launcher:
     """``launch(kv, cache, slots)``, see `kvhal.interface`."""
     built: dict[tuple[torch.dtype, bool, bool], Kernel] = {}
-    *many, few = shape_of(request.platform.arch, "store", request.layout.quantized_dtype)
+    many = shape_of(request.platform.arch, "store", request.layout.quantized_dtype)
 
     def prepare(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Kernel:
-        key = (slots.dtype, aligned(kv), kv.shape[0] <= few)
+        key = (slots.dtype, aligned(kv), kv.shape[0] <= many[2])
         run = built.get(key)
         if run is None:
-            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, SHAPE_OF_FEW if key[2] else tuple(many)
+            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, SHAPE_OF_FEW if key[2] else many
             arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment, shape)
             run = built[key] = kernel(store_kernel, *arguments, platform=request.platform, device=kv.device)
         return run
@@ -42,17 +42,17 @@ def bind_store(request: Request) -> Launcher:
     return launcher(prepare)
 
 
-def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int]) -> Any:
+def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, ...]) -> Any:
     """Each warp quantises a few tokens in registers; all their rows are read before the first is used.
 
     Args:
         layout, block_size: what is static of the cache.
         slot_dtype: "int32" or "int64".
         alignment: bytes that divide every row's address, ROW_ALIGNMENT or BF16_BYTES.
-        shape: rounds of tokens that a warp reads before it uses the first, warps of a thread block.
+        shape: see tuned.py; its third number is the launcher's.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
-    tokens, warps = shape
+    tokens, warps = shape[:2]
     rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
     n, blocks = T.dynamic("n", "int64"), T.dynamic("blocks", "int64")
     kv_stride, block_stride = T.dynamic("kv_stride", "int64"), T.dynamic("block_stride", "int64")

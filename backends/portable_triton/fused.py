@@ -16,7 +16,7 @@ from kvhal.backends.portable_triton.packed import (
     pair_bf16,
     rows_of,
 )
-from kvhal.backends.portable_triton.record import by_pairs, record_of
+from kvhal.backends.portable_triton.record import by_pairs, record_of, whole_octets
 from kvhal.backends.portable_triton.stages import Stages, hadamard, pair_turns, rms_norm, rotate_any, rotate_pairs
 from kvhal.backends.portable_triton.store import (
     element_of,
@@ -141,15 +141,17 @@ def bind_fused_store(request: Request) -> Launcher:
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
     kernels: dict[tuple, tuple[Kernel, int]] = {}
 
-    def kernel_of(norm: NormArgs | None, rope: RopeArgs | None, *flags: bool) -> tuple[Kernel, int]:
+    def kernel_of(octets: bool, norm: NormArgs | None, rope: RopeArgs | None, *flags: bool) -> tuple[Kernel, int]:
         rotation = (0, 0, False) if rope is None else (rope.rope_dim, _offset(rope), rope.is_neox_style)
-        key = (norm is None, rotation, flags)
+        key = (octets, norm is None, rotation, flags)
         kernel = kernels.get(key)
         if kernel is None:
             stages = Stages(norm is not None, *rotation, *flags, scale=record.elements**-0.5)
             # ptxas 12.8 packs four codes of the hardware's cast to a register and, where single codes are used again, reads
             # another one (wrong bytes on an H200): kernels that give rows back encode by integers
             codec = replace(record, native=False) if stages.back else packed
+            # of a Hadamard transform and a single group by pairs Triton makes code that spills kilobytes a lane
+            codec = replace(codec, pairs=codec.pairs and octets and not (stages.hadamard and record.groups == 1))
             tokens, warps = launch_shape("fused_pairs" if codec.pairs else "fused", codec, request.platform.arch)
             kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps), tokens
         return kernel
@@ -163,7 +165,8 @@ def bind_fused_store(request: Request) -> Launcher:
         weight, eps = (kv, 0.0) if norm is None else (norm.weight, norm.eps)
         positions, table = (kv, kv) if rope is None else (rope.positions, rope.cos_sin_cache)
         blocks, block_stride = (0, 0) if cache is None else (cache.shape[0], cache.stride(0) // unit)
-        kernel, tokens = kernel_of(norm, rope, hadamard is not None, cache is not None, back is not None)
+        octets = packed.pairs and whole_octets(kv)
+        kernel, tokens = kernel_of(octets, norm, rope, hadamard is not None, cache is not None, back is not None)
         kernel(
             (n + tokens - 1) // tokens,
             kv,

@@ -51,77 +51,52 @@ def smaller_halves(left, right):
     return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1)
 
 
+def _scaled(take: str, first: str, second: str, into: str) -> str:
+    """PTX: half `take` ("shl" the lower, "and" the upper one) of two registers, each times $5, as two fp16."""
+    operand = {"shl": "16", "and": "0xFFFF0000"}[take]
+    return f"""{take}.b32 a, {first}, {operand};
+        {take}.b32 b, {second}, {operand};
+        mul.rn.f32 a, a, $5;
+        mul.rn.f32 b, b, $5;
+        cvt.rn.f16x2.f32 {into}, b, a;
+        """
+
+
+def _rounded(both: str) -> str:
+    """PTX: two fp16, clamped with their signs and rounded to the nearest even code, each code at the top of its half."""
+    return f"""min.xorsign.abs.f16x2 {both}, {both}, t;
+        shr.u32 a, {both}, 9;
+        and.b32 a, a, 0x00010001;
+        add.u32 {both}, {both}, a;
+        add.u32 {both}, {both}, 0x00FF00FF;
+        shl.b32 a, {both}, 3;
+        lop3.b32 {both}, a, {both}, 0x80008000, 0xD8;
+        """
+
+
+OCTET_CODES = tl.constexpr(
+    "{ .reg .b32 a, b, c0, c1, c2, c3, t; mov.b32 t, 0x0E000E00;\n"
+    + _scaled("shl", "$1", "$3", "c0")
+    + _scaled("and", "$1", "$3", "c1")
+    + _scaled("shl", "$2", "$4", "c2")
+    + _scaled("and", "$2", "$4", "c3")
+    + "".join(_rounded(f"c{i}") for i in range(4))
+    + """shr.u32 c0, c0, 4;
+        lop3.b32 c0, c0, c1, 0xF000F000, 0xD8;
+        shr.u32 c2, c2, 4;
+        lop3.b32 c2, c2, c3, 0xF000F000, 0xD8;
+        prmt.b32 $0, c0, c2, 0x7351; }"""
+)
+
+
 @triton.jit
 def octet_codes(first, second, third, fourth, multiplier):
     """Eight e2m1 codes (int32) of four pairs of bf16 times fp32, the products scaled by 2**-14 and rounded to fp32.
 
-    Elements i and i + 4 share a register as fp16, are clamped with their signs, and rounded to the nearest even code as in
-    `codec_e2m1.round_e2m1`. A code is then moved to the top of its half, two codes to a byte, and the bytes into their order.
+    Elements i and i + 4 share a register as fp16, as in `codec_e2m1.round_e2m1`; their codes meet in a byte.
     """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c0, c1, c2, c3, t;
-        shl.b32 a, $1, 16;
-        shl.b32 b, $3, 16;
-        mul.rn.f32 a, a, $5;
-        mul.rn.f32 b, b, $5;
-        cvt.rn.f16x2.f32 c0, b, a;
-        and.b32 a, $1, 0xFFFF0000;
-        and.b32 b, $3, 0xFFFF0000;
-        mul.rn.f32 a, a, $5;
-        mul.rn.f32 b, b, $5;
-        cvt.rn.f16x2.f32 c1, b, a;
-        shl.b32 a, $2, 16;
-        shl.b32 b, $4, 16;
-        mul.rn.f32 a, a, $5;
-        mul.rn.f32 b, b, $5;
-        cvt.rn.f16x2.f32 c2, b, a;
-        and.b32 a, $2, 0xFFFF0000;
-        and.b32 b, $4, 0xFFFF0000;
-        mul.rn.f32 a, a, $5;
-        mul.rn.f32 b, b, $5;
-        cvt.rn.f16x2.f32 c3, b, a;
-        mov.b32 t, 0x0E000E00;
-        min.xorsign.abs.f16x2 c0, c0, t;
-        min.xorsign.abs.f16x2 c1, c1, t;
-        min.xorsign.abs.f16x2 c2, c2, t;
-        min.xorsign.abs.f16x2 c3, c3, t;
-        shr.u32 a, c0, 9;
-        and.b32 a, a, 0x00010001;
-        add.u32 c0, c0, a;
-        add.u32 c0, c0, 0x00FF00FF;
-        shr.u32 a, c1, 9;
-        and.b32 a, a, 0x00010001;
-        add.u32 c1, c1, a;
-        add.u32 c1, c1, 0x00FF00FF;
-        shr.u32 a, c2, 9;
-        and.b32 a, a, 0x00010001;
-        add.u32 c2, c2, a;
-        add.u32 c2, c2, 0x00FF00FF;
-        shr.u32 a, c3, 9;
-        and.b32 a, a, 0x00010001;
-        add.u32 c3, c3, a;
-        add.u32 c3, c3, 0x00FF00FF;
-        shl.b32 a, c0, 3;
-        lop3.b32 c0, a, c0, 0x80008000, 0xD8;
-        shl.b32 a, c1, 3;
-        lop3.b32 c1, a, c1, 0x80008000, 0xD8;
-        shl.b32 a, c2, 3;
-        lop3.b32 c2, a, c2, 0x80008000, 0xD8;
-        shl.b32 a, c3, 3;
-        lop3.b32 c3, a, c3, 0x80008000, 0xD8;
-        shr.u32 c0, c0, 4;
-        lop3.b32 c0, c0, c1, 0xF000F000, 0xD8;
-        shr.u32 c2, c2, 4;
-        lop3.b32 c2, c2, c3, 0xF000F000, 0xD8;
-        prmt.b32 $0, c0, c2, 0x7351;
-        }""",
-        "=r,r,r,r,r,r",
-        [first, second, third, fourth, multiplier],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    operands = [first, second, third, fourth, multiplier]
+    return tl.inline_asm_elementwise(OCTET_CODES, "=r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

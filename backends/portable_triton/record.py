@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from kvhal.formats import ALIGNMENT, BF16_MANTISSA_BITS, SF_ITEM_BYTES, UE8M0_RULES, KVCacheFormat
 from kvhal.layout import cache_geometry
 from kvhal.platform import Platform
@@ -131,6 +133,11 @@ def by_pairs(record: Record) -> Record:
     else:
         pairs = whole and record.words and record.groups > 1
     return replace(record, pairs=record.native and pairs)
+
+
+def whole_octets(rows: torch.Tensor) -> bool:
+    """Every row starts on 16 bytes: kernels that quantise pairs run out of registers where lanes read octets in pieces."""
+    return rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0
 
 
 def tile_elements(layout: KVCacheFormat) -> int:

@@ -10,7 +10,7 @@ from kvhal.backends.portable_triton.codec_e2m1 import quantise_e2m1
 from kvhal.backends.portable_triton.launch import Kernel, launch_shape
 from kvhal.backends.portable_triton.packed import addresses, items_of, quantise_pairs, rows_of
 from kvhal.backends.portable_triton.packed_e2m1 import quantise_pairs_e2m1
-from kvhal.backends.portable_triton.record import Record, by_pairs, record_of
+from kvhal.backends.portable_triton.record import Record, by_pairs, record_of, whole_octets
 from kvhal.interface import Launcher, Request
 
 
@@ -176,14 +176,19 @@ def bind_store(request: Request) -> Launcher:
     """The launcher of STORE (kvhal.interface, "Launchers")."""
     layout, block_size = request.layout, request.block_size
     record = record_of(layout, block_size, request.platform)
-    if packed_store(record):
-        record = by_pairs(record)
-    tokens, warps = launch_shape("store_pairs" if record.pairs else "store", record, request.platform.arch)
-    kernel = Kernel(store_kernel, (record, tokens), warps)
+    packed = by_pairs(record) if packed_store(record) else record
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
+
+    def kernel_of(record):
+        tokens, warps = launch_shape("store_pairs" if record.pairs else "store", record, request.platform.arch)
+        return Kernel(store_kernel, (record, tokens), warps), tokens
+
+    plain = kernel_of(record)
+    by_octets = kernel_of(packed) if packed.pairs else plain
 
     def launch(kv, cache, slots):
         n = kv.shape[0]
+        kernel, tokens = by_octets if packed.pairs and whole_octets(kv) else plain
         blocks, stride = cache.shape[0], cache.stride(0) // unit
         kernel((n + tokens - 1) // tokens, kv, kv.stride(0), cache, slots, n, blocks, stride)
 

@@ -15,10 +15,10 @@ from kvhal.tuning import Choice, Figure, Shape, Table
 MAX_WARPS = 8  #: of a program, however large its record
 
 
-def explored(shape: Shape, op: str, layout: str, tokens: int, share: float, against: int, **row: object) -> Choice:
-    """Chosen from tokens and warps a program that were timed for one format."""
-    row = {"op": op, "format": layout, "tokens_a_program": tokens, "warps": shape[-1], "order": "pages", "narrow": None, **row}
-    return Choice(shape, Figure("h200_portable_triton_shapes.json", row, share, against))
+def explored(shape: Shape, op: str, layout: str, share: float, against: int, timed: tuple[int, ...] = ()) -> Choice:
+    """Chosen from tokens and warps a program that were timed; `timed` are those of the choice, none: as it was shipped then."""
+    row = {"op": op, "format": layout, "tokens": 524288, "order": "pages", "block_size": 64, "packed": None}
+    return Choice(shape, Figure("h200_portable_triton_shapes.json", row | {"shape": list(timed)}, share, against))
 
 
 def measured(shape: Shape, op: str, layout: str, share: float) -> Choice:
@@ -28,26 +28,25 @@ def measured(shape: Shape, op: str, layout: str, share: float) -> Choice:
     return Choice(shape, Figure("h200_bench.json", row, share))
 
 
-FUSED = "fused_norm_rope_hadamard_cast_store_kvcache"
+STORE, LOAD, FUSED = "store_kv_cache", "load_paged_kv_cache", "fused_norm_rope_hadamard_cast_store_kvcache"
 
 TABLE = Table(
     tuned={
         "sm_90": {
-            ("store", "e4m3"): explored((1024, 1, 1), "store", "V41_FORMAT", 2, 0.9554, 4),
-            ("store", "e2m1"): explored((1024, 1, 1), "store", "V41_FP4_FORMAT", 2, 0.7717, 4),
-            ("store", None): measured((1024, 1, 1), "store_kv_cache", "BF16_FORMAT", 0.8532),
-            ("fused", "e4m3"): explored((1024, 1, 1), "fused", "V41_FORMAT", 2, 0.6456, 5, narrow=True),
-            ("fused", "e2m1"): measured((1024, 1, 1), FUSED, "V41_FP4_FORMAT", 0.5640),
-            ("fused", None): measured((1024, 1, 1), FUSED, "BF16_FORMAT", 0.8644),
-            ("load", "e4m3"): explored((2048, 1, 1), "load", "V41_FORMAT", 4, 0.9004, 4),
-            ("load", "e2m1"): explored((2048, 1, 1), "load", "V41_FP4_FORMAT", 4, 0.8706, 4),
-            ("load", None): explored((2048, 1, 1), "load", "BF16_FORMAT", 4, 0.9630, 3),
-            ("slots", "e4m3"): measured((2048, 1, 1), "load_kv_slots", "V41_FORMAT", 0.8142),
-            ("slots", "e2m1"): measured((2048, 1, 1), "load_kv_slots", "V41_FP4_FORMAT", 0.7911),
-            ("slots", None): measured((2048, 1, 1), "load_kv_slots", "BF16_FORMAT", 0.8681),
-            ("raw", "e4m3"): explored((4096, 1, 2), "load", "MXFP8_INDEX_KV_FORMAT", 32, 0.7661, 4),
-            # the exploration preceded today's kernel, and had this shape behind another one
-            ("raw", "e2m1"): measured((4096, 1, 2), "load_paged_kv_cache", "FP4_INDEX_KV_FORMAT", 0.7927),
+            ("store", None): explored((1024, 1, 1), STORE, "BF16_FORMAT", 0.9324, 0),
+            ("store_pairs", "e4m3"): explored((1024, 4, 1), STORE, "V41_FORMAT", 0.9482, 8, (4, 1)),
+            ("store_pairs", "e2m1"): explored((1024, 4, 1), STORE, "V41_FP4_FORMAT", 0.9450, 8, (4, 1)),
+            ("fused", None): explored((1024, 1, 1), FUSED, "BF16_FORMAT", 0.9141, 0),
+            ("fused_pairs", "e4m3"): explored((1024, 4, 1), FUSED, "V41_FORMAT", 0.8296, 0),
+            ("fused_pairs", "e2m1"): explored((1024, 4, 1), FUSED, "V41_FP4_FORMAT", 0.7041, 0),
+            ("load", "e4m3"): explored((2048, 1, 4), LOAD, "V41_FORMAT", 0.9127, 8, (4, 4)),
+            ("load", "e2m1"): explored((2048, 1, 1), LOAD, "V41_FP4_FORMAT", 0.8694, 8, (4, 1)),
+            ("load", None): explored((2048, 1, 1), LOAD, "BF16_FORMAT", 0.9520, 0),
+            ("slots", "e4m3"): explored((2048, 1, 1), "load_kv_slots", "V41_FORMAT", 0.8939, 0),
+            ("slots", "e2m1"): explored((2048, 1, 1), "load_kv_slots", "V41_FP4_FORMAT", 0.8713, 0),
+            ("slots", None): explored((2048, 1, 1), "load_kv_slots", "BF16_FORMAT", 0.9513, 0),
+            ("raw", "e4m3"): explored((4096, 1, 2), LOAD, "MXFP8_INDEX_KV_FORMAT", 0.8170, 7),
+            ("raw", "e2m1"): explored((4096, 1, 2), LOAD, "FP4_INDEX_KV_FORMAT", 0.7099, 7),
             ("convert", None): measured((1024, 4), "convert_kv_index", "-", 0.1638),
             ("cat", None): measured((1024, 4), "kv_index_cat", "-", 0.2666),
         },

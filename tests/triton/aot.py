@@ -62,6 +62,8 @@ def jobs(arch: str) -> list[Job]:
     for name in BUILTIN_FORMATS:
         found += [Job(arch, op, name) for op in ("store_kv_cache", "load_paged_kv_cache", "load_kv_slots")]
         found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "norm-rope")]
+        if arch == MEASURED and BUILTIN_FORMATS[name].is_index:  # the stages of indexer keys
+            found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "norm-rope-hadamard")]
     for name in ("V41_FORMAT", "V41_FP4_FORMAT", "FP4_INDEX_KV_FORMAT"):
         found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "neox-hadamard-back")]
         found += [Job(arch, "store_kv_cache", name, "misaligned"), Job(arch, "load_kv_slots", name, "misaligned")]

@@ -91,7 +91,7 @@ def format_call(
         full = "back" in variant
         norm = None if full else NormArgs(torch.zeros(layout.elements, dtype=torch.bfloat16))
         rope = RopeArgs(slots, torch.zeros((9, 64)), 64, is_neox_style=full, offset=layout.elements - 64)
-        launch(kv, norm, rope, HadamardArgs() if full else None, cache, slots, kv.clone() if full else None)
+        launch(kv, norm, rope, HadamardArgs() if "hadamard" in variant else None, cache, slots, kv.clone() if full else None)
 
 
 def index_call(op: Op, launch: Callable[..., None], n: int = 5, width: int = 100) -> None:
