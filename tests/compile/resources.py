@@ -3,7 +3,9 @@
 Cubins are read with NVIDIA's cuobjdump and nvdisasm, which Triton's package brings. Figures: threads of a thread block,
 registers a thread, bytes of stack, bytes of shared memory, bytes of local memory stored and loaded (spills; as ptxas reports
 them: each instruction once), bytes of the widest load and store of global memory, how many of either, instructions (without
-padding).
+padding), casts to e4m3 whose other half is undefined and yet used.
+
+The last is wrong code: ptxas 12.8 makes it where both halves of a word are the same codes (wrong bytes on an H200).
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}  
 INSTRUCTION_BYTES = 16
 #: an instruction, behind its address and predicate: opcode, modifiers
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)([.\w]*)", re.MULTILINE)
+#: the registers that an instruction writes begin at the first one behind its opcode (a shuffle's behind its predicate)
+WRITTEN = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) +(?:P\w+, )?R(\d+)\b")
+MERGED = re.compile(r"F2FP\.[\w.]*MERGE_C R\d+, [^,]+, [^,]+, R(\d+)\b")
+STORED = re.compile(r"\b(ST[GSL]?\b[\w.]*) [^,]*, R(\d+)\b")
+STACK_POINTER = 1  #: stands for "any register" where the upper half of the result does not matter
 #: sm_90, a multiprocessor: warps, thread blocks, registers, bytes of shared memory; a warp's registers come in lots of 256
 WARPS, BLOCKS, REGISTERS, LOT, SHARED, SHARED_RESERVED = 64, 32, 65_536, 256, 233_472, 1_024
 
@@ -47,6 +54,7 @@ class Resources:
     loads: int
     stores: int
     instructions: int
+    stray_merges: int
 
     @property
     def resident_warps(self) -> int:
@@ -142,15 +150,41 @@ def measure(codes: Mapping[str, Code]) -> dict[str, Resources]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "code.bin"
         path.write_bytes(b"".join(code.text for code in codes.values()))
-        found = INSTRUCTION.findall(_output(tool("nvdisasm"), "--binary", "SM90a", "--no-vliw", "--no-dataflow", str(path)))
+        text = _output(tool("nvdisasm"), "--binary", "SM90a", "--no-vliw", "--no-dataflow", str(path))
+    lines = [line for line in text.splitlines() if INSTRUCTION.match(line)]
     result, begin = {}, 0
     for name, code in codes.items():
         end = begin + len(code.text) // INSTRUCTION_BYTES
-        result[name] = Resources(code.threads, code.registers, code.stack, code.shared, **count_accesses(found[begin:end]))
+        counts = count_accesses(INSTRUCTION.findall("\n".join(lines[begin:end])))
+        stray = len(stray_merges(lines[begin:end]))
+        result[name] = Resources(code.threads, code.registers, code.stack, code.shared, **counts, stray_merges=stray)
         begin = end
-    if begin != len(found):
-        raise ValueError(f"nvdisasm: has {len(found)} instructions, needs {begin} as the code; is it another instruction set?")
+    if begin != len(lines):
+        raise ValueError(f"nvdisasm: has {len(lines)} instructions, needs {begin} as the code; is it another instruction set?")
     return result
+
+
+def stray_merges(lines: Iterable[str]) -> list[str]:
+    """Of one kernel's disassembly, casts that merge what no instruction before wrote, and words written with such a half."""
+    written, halves, found = {STACK_POINTER}, set(), []
+    for line in lines:
+        merged, stored, writes = MERGED.search(line), STORED.search(line), WRITTEN.match(line)
+        if merged and int(merged[1]) not in written:
+            found.append(line.strip())
+        if stored and not {"U8", "U16"} & set(stored[1].split(".")) and halves & set(_registers(stored[1], stored[2])):
+            found.append(line.strip())
+        if writes:
+            target = set(_registers(writes[1], writes[2]))
+            written |= target
+            halves = halves | target if merged and int(merged[1]) == STACK_POINTER else halves - target
+    return found
+
+
+def _registers(opcode: str, first: str) -> range:
+    """The registers of an operand of an instruction, `first` among them."""
+    parts = opcode.split(".")
+    count = 4 if "128" in parts else 2 if {"64", "WIDE"} & set(parts) or parts[0] == "CS2R" else 1
+    return range(int(first), int(first) + count)
 
 
 def count_accesses(instructions: Iterable[tuple[str, str]]) -> dict[str, int]:
@@ -171,7 +205,7 @@ def count_accesses(instructions: Iterable[tuple[str, str]]) -> dict[str, int]:
 def changes_of(kernel: str, was: Resources, now: Resources, same_compilers: bool = True) -> list[Change]:
     """What became of one kernel; other compilers take other registers, so then only widths and spills are compared."""
     found = []
-    for what in ("stack", "spill_stores", "spill_loads"):
+    for what in ("stack", "spill_stores", "spill_loads", "stray_merges"):
         found += _change(kernel, was, now, what, more_is="worse", less_is="better")
     for what in ("load", "store"):
         found += _change(kernel, was, now, what, more_is="better", less_is="worse")

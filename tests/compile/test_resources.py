@@ -10,9 +10,19 @@ from typing import Any
 import pytest
 
 from tests.compile import update
-from tests.compile.resources import BASELINE, INSTRUCTION, UPDATE, Baseline, Resources, changes_of, count_accesses, write
+from tests.compile.resources import (
+    BASELINE,
+    INSTRUCTION,
+    UPDATE,
+    Baseline,
+    Resources,
+    changes_of,
+    count_accesses,
+    stray_merges,
+    write,
+)
 
-KERNEL = Resources(64, 40, 0, 0, 0, 0, load=16, store=8, loads=8, stores=4, instructions=200)
+KERNEL = Resources(64, 40, 0, 0, 0, 0, load=16, store=8, loads=8, stores=4, instructions=200, stray_merges=0)
 COMPILERS = {"nvcc": "13.0.88"}
 SASS = """
     .headerflags @"EF_CUDA_SM90"
@@ -42,12 +52,34 @@ def test_reading_a_disassembly() -> None:
     assert count_accesses(INSTRUCTION.findall(SASS)) == need
 
 
+def test_merges_of_registers_that_nothing_wrote() -> None:
+    def line(at: int, text: str) -> str:
+        return f"        /*{at:04x}*/                   {text} ;"
+
+    cast = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"
+    head = [line(0, "LDG.E.128 R4, desc[UR4][R2.64]"), line(16, "@P0 SHFL.BFLY PT, R9, R4, 0x1, 0x1f")]
+    good = [
+        line(32, f"{cast} R16, R4, R5, R1"),
+        line(48, f"{cast} R17, R6, R7, R16"),
+        line(64, f"{cast} R18, R4, R9, R9.reuse"),
+    ]
+    assert stray_merges(head + good) == []
+    (found,) = stray_merges([*head, *good, line(80, f"{cast} R20, R4, R5, R20")])
+    assert found.endswith("R5, R20 ;")
+    stores = ("STG.E desc[UR4][R2.64]", "STG.E.64 desc[UR4][R2.64+0x8]", "STS [R12]")
+    for at, store in enumerate(stores):
+        (found,) = stray_merges([*head, *good, line(80 + at, f"{store}, R16")])
+        assert store in found
+    assert stray_merges([*head, *good, line(80, "STG.E.U16 desc[UR4][R2.64], R16"), line(96, "STS [R16], R17")]) == []
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
         ({"spill_stores": 4}, {"spill_stores"}),
         ({"spill_loads": 4}, {"spill_loads"}),
         ({"stack": 8}, {"stack"}),
+        ({"stray_merges": 1}, {"stray_merges"}),
         ({"load": 8}, {"load"}),
         ({"store": 4}, {"store"}),
         ({"registers": 49}, {"registers", "resident_warps"}),

@@ -10,6 +10,8 @@ from kvhal.backends.portable_triton.codec_e2m1 import E2M1_TOP, reciprocal_of_sc
 from kvhal.backends.portable_triton.packed import multiplied_codes, scaled_codes
 from kvhal.backends.portable_triton.stages import inverse_root
 
+FIRST_SCALE = tl.constexpr(105)  #: the smallest ue8m0 byte of e4m3 data
+
 
 @triton.jit
 def count_e4m3_mismatches(count_ptr, size: tl.constexpr):
@@ -40,20 +42,32 @@ def count_root_mismatches(count_ptr, size: tl.constexpr):
 
 
 @triton.jit
-def count_packed_mismatches(count_ptr, size: tl.constexpr):
-    """How many pairs of bf16 (program 0 has `size`) get other codes two a register than one by one; a scale byte a row."""
+def every_pair(size: tl.constexpr):
+    """Pairs of bf16 (program 0 has `size`), each bf16 in both halves, as int32; the power of two of a scale byte a row."""
     low = (tl.program_id(0) * size + tl.arange(0, size)) & 0xFFFF
     high = (low * 40503 + 12345) & 0xFFFF  # every bf16 once more, in another order
-    pair = low | (high << 16)
-    power = power_of_two_bits(105 + tl.program_id(1) + tl.zeros((size,), tl.int32))
+    return low, high, power_of_two_bits(FIRST_SCALE + tl.program_id(1) + tl.zeros((size,), tl.int32))
+
+
+@triton.jit
+def codes_of_pairs(scaled_ptr, multiplied_ptr, size: tl.constexpr):
+    """Four codes of `every_pair` and its exchanged halves, as both packed functions make them."""
+    low, high, power = every_pair(size)
+    pair, exchanged = low | (high << 16), high | (low << 16)
     half = power.to(tl.int32, bitcast=True) >> 16
+    at = tl.program_id(1) * 65536 + tl.program_id(0) * size + tl.arange(0, size)
+    tl.store(scaled_ptr + at, scaled_codes(pair, exchanged, half | (half << 16)))
+    tl.store(multiplied_ptr + at, multiplied_codes(pair, exchanged, power))
+
+
+@triton.jit
+def codes_of_halves(out_ptr, size: tl.constexpr):
+    """The same by integers, one element after another; a kernel of its own, as hardware codes must not be used again."""
+    low, high, power = every_pair(size)
     first = encode_e4m3((low << 16).to(tl.float32, bitcast=True) * power, False).to(tl.int32)
     second = encode_e4m3((high << 16).to(tl.float32, bitcast=True) * power, False).to(tl.int32)
-    need = first | (second << 8)
-    need |= need << 16
-    wrong = scaled_codes(pair, pair, half | (half << 16)) != need
-    wrong |= multiplied_codes(pair, pair, power) != need
-    tl.atomic_add(count_ptr, tl.sum(wrong.to(tl.int32)))
+    at = tl.program_id(1) * 65536 + tl.program_id(0) * size + tl.arange(0, size)
+    tl.store(out_ptr + at, first | (second << 8) | (second << 16) | (first << 24))
 
 
 @triton.jit

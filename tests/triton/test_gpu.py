@@ -17,6 +17,7 @@ from kvhal.platform import detect
 pytestmark = pytest.mark.gpu
 BACKEND = "portable_triton"
 SIZE = 4096
+SCALES = 247 - 105 + 1  #: scale bytes that e4m3 data can have
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +58,14 @@ def test_inverse_root_of_every_fp32() -> None:
 def test_packed_codes_of_every_bf16_under_every_scale() -> None:
     if not native():
         pytest.skip("only where the hardware's casts are proven")
-    from tests.triton.kernels import count_packed_mismatches
+    from tests.triton.kernels import codes_of_halves, codes_of_pairs
 
-    count = torch.zeros(1, dtype=torch.int32, device="cuda")
-    count_packed_mismatches[(2**16 // SIZE, 247 - 105 + 1)](count, SIZE, enable_fp_fusion=False)
-    assert int(count) == 0
+    scaled, multiplied, need = torch.full((3, SCALES, 2**16), -1, dtype=torch.int32, device="cuda")
+    codes_of_pairs[(2**16 // SIZE, SCALES)](scaled, multiplied, SIZE, enable_fp_fusion=False)
+    codes_of_halves[(2**16 // SIZE, SCALES)](need, SIZE, enable_fp_fusion=False)
+    for name, have in (("scaled_codes", scaled), ("multiplied_codes", multiplied)):
+        wrong = (have != need).nonzero().tolist()
+        assert not wrong, f"{name}: {len(wrong)} words, {[(at, *(hex(int(t[*at])) for t in (have, need))) for at in wrong[:5]]}"
 
 
 @pytest.mark.parametrize("hadamard", [False, True])
