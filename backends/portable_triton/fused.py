@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, round_bf16, to_fp32
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
-from kvhal.backends.portable_triton.launch import Kernel, launch_shape
+from kvhal.backends.portable_triton.launch import Kernel, await_producers, launch_shape
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.packed import (
     addresses,
@@ -52,7 +52,9 @@ def fused_kernel(
     rec: tl.constexpr,
     stages: tl.constexpr,
     tokens: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    await_producers(dependent)
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     wanted = row < n
     # everything that a later stage waits for is asked for first
@@ -153,7 +155,7 @@ def bind_fused_store(request: Request) -> Launcher:
             # of a Hadamard transform and a single group by pairs Triton makes code that spills kilobytes a lane
             codec = replace(codec, pairs=codec.pairs and octets and not (stages.hadamard and record.groups == 1))
             tokens, warps = launch_shape("fused_pairs" if codec.pairs else "fused", codec, request.platform.arch)
-            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps), tokens
+            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps, request.platform), tokens
         return kernel
 
     def _offset(rope: RopeArgs) -> int:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.launch import Kernel
+from kvhal.backends.portable_triton.launch import Kernel, await_producers
 from kvhal.backends.portable_triton.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
@@ -41,7 +41,9 @@ def convert_kernel(
     block_size: tl.int32,
     parts: tl.int32,
     tile: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    await_producers(dependent)
     row, column, exists = tile_of(parts, count, tile)
     batch = (row.to(tl.int32) // queries).to(tl.int64)
     query = row - batch * queries
@@ -61,7 +63,7 @@ def convert_kernel(
 def bind_convert_index(request: Request) -> Launcher:
     """The launcher of CONVERT_INDEX (kvhal.interface, "Launchers")."""
     tile, warps = shape_of(request.platform.arch, "convert", None)
-    kernel = Kernel(convert_kernel, (tile,), warps)
+    kernel = Kernel(convert_kernel, (tile,), warps, request.platform)
 
     def launch(topk, block_tables, context_lens, block_size):
         batch, queries, count = topk.shape
@@ -99,7 +101,9 @@ def cat_kernel(
     base: tl.int64,
     parts: tl.int32,
     tile: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    await_producers(dependent)
     row, column, exists = tile_of(parts, width, tile)
     from_left = column < left_width
     left = tl.load(left_ptr + row * left_stride + column, mask=exists & from_left, other=0)
@@ -112,7 +116,7 @@ def cat_kernel(
 def bind_index_cat(request: Request) -> Launcher:
     """The launcher of INDEX_CAT (kvhal.interface, "Launchers")."""
     tile, warps = shape_of(request.platform.arch, "cat", None)
-    kernel = Kernel(cat_kernel, (tile,), warps)
+    kernel = Kernel(cat_kernel, (tile,), warps, request.platform)
 
     def launch(left, right, base, out):
         rows, width = out.shape
@@ -124,7 +128,10 @@ def bind_index_cat(request: Request) -> Launcher:
 
 
 @triton.jit(do_not_specialize=["width", "parts"], do_not_specialize_on_alignment=["pivots_ptr"])
-def expand_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, parts: tl.int32, tile: tl.constexpr):
+def expand_kernel(
+    pivots_ptr, out_ptr, out_stride, width: tl.int64, parts: tl.int32, tile: tl.constexpr, dependent: tl.constexpr
+):
+    await_producers(dependent)
     row, column, exists = tile_of(parts, width, tile)
     pivots_ptr += row * 4
     offset1 = tl.load(pivots_ptr).to(tl.int64)
@@ -140,7 +147,7 @@ def expand_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, parts: tl.in
 def bind_expand_swa_index(request: Request) -> Launcher:
     """The launcher of EXPAND_SWA_INDEX (kvhal.interface, "Launchers")."""
     tile, warps = shape_of(request.platform.arch, "expand", None)
-    kernel = Kernel(expand_kernel, (tile,), warps)
+    kernel = Kernel(expand_kernel, (tile,), warps, request.platform)
 
     def launch(pivots, out):
         rows, width = out.shape
@@ -151,7 +158,17 @@ def bind_expand_swa_index(request: Request) -> Launcher:
 
 
 @triton.jit(do_not_specialize=["width", "block_size", "parts"], do_not_specialize_on_alignment=["pivots_ptr"])
-def decode_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, block_size: tl.int64, parts: tl.int32, tile: tl.constexpr):
+def decode_kernel(
+    pivots_ptr,
+    out_ptr,
+    out_stride,
+    width: tl.int64,
+    block_size: tl.int64,
+    parts: tl.int32,
+    tile: tl.constexpr,
+    dependent: tl.constexpr,
+):
+    await_producers(dependent)
     row, column, exists = tile_of(parts, width, tile)
     start = tl.load(pivots_ptr + row * 2).to(tl.int64)
     length = tl.load(pivots_ptr + row * 2 + 1)
@@ -164,7 +181,7 @@ def decode_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, block_size: 
 def bind_decode_swa_index(request: Request) -> Launcher:
     """The launcher of DECODE_SWA_INDEX (kvhal.interface, "Launchers")."""
     tile, warps = shape_of(request.platform.arch, "window", None)
-    kernel = Kernel(decode_kernel, (tile,), warps)
+    kernel = Kernel(decode_kernel, (tile,), warps, request.platform)
 
     def launch(offset_len, swa_block_size, out):
         rows, width = out.shape

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.compiler.errors import CompilationError
+from triton.language.extra.cuda import gdc_wait
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -20,36 +22,49 @@ from kvhal.backends.portable_triton.record import Record, power_of_two
 from kvhal.backends.portable_triton.tuned import MAX_WARPS, shape_of
 from kvhal.errors import BackendFailure, CaptureError
 from kvhal.interface import Reason
-from kvhal.platform import current_index, is_capturing
+from kvhal.platform import Platform, current_index, is_capturing
 
 #: Triton's one notion of alignment: an argument divides by it, or not
 DIVISOR = 16
+FIRST_DEPENDENT = 90  #: programmatic dependent launch came with sm_90
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError, RuntimeError)
+
+
+@triton.jit
+def await_producers(dependent: tl.constexpr):
+    """To be called before a kernel reads or writes anything."""
+    if dependent:
+        gdc_wait()
 
 
 class Kernel:
     """A jit function with its compile-time constants, compiled once for each (device, dtypes, alignments).
 
     Args:
-        function: the jit function; its run-time parameters come first, then the constants.
-        constants: the values of its constexpr parameters, in order.
+        function: the jit function; its run-time parameters come first, then the constants, then `dependent`: whether it was
+            launched before the kernels in front of it have ended, and has to wait for them (`await_producers`).
+        constants: the values of its other constexpr parameters, in order.
         num_warps: warps a program.
+        platform: where it will run; it says whether launches can be dependent.
 
     Attributes:
         compiled: specialisation -> compiled kernel.
     """
 
-    def __init__(self, function: Any, constants: tuple[Any, ...], num_warps: int) -> None:
+    def __init__(self, function: Any, constants: tuple[Any, ...], num_warps: int, platform: Platform) -> None:
+        dependent = (platform.sm() or 0) >= FIRST_DEPENDENT and not platform.interpreted
         self.function = function
-        self.constants = constants
-        self.options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
+        self.constants = (*constants, dependent)
+        self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
+        if dependent:
+            self.options["launch_pdl"] = True
         self.compiled: dict[tuple[Any, ...], Any] = {}
         self.read: Callable[..., Any] | None = None
         self.current_device: Callable[[], int] | None = None
         self.current_stream: Callable[[int], int] | None = None
         self.interpreted = not isinstance(function, triton.JITFunction)
         if not self.interpreted:
-            dynamic = function.params[: len(function.params) - len(constants)]
+            dynamic = function.params[: len(function.params) - len(self.constants)]
             self.aligned = [not (p.do_not_specialize or p.do_not_specialize_on_alignment) for p in dynamic]
 
     def __call__(self, programs: int, *args: Any) -> None:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
-from kvhal.backends.portable_triton.launch import Kernel, launch_shape
+from kvhal.backends.portable_triton.launch import Kernel, await_producers, launch_shape
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.backends.portable_triton.store import element_of, record_bases, resolve_slots, word_of
 from kvhal.interface import Launcher, Request
@@ -105,7 +105,9 @@ def load_kernel(
     block_stride: tl.int64,
     rec: tl.constexpr,
     tokens: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    await_producers(dependent)
     block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
     if any_covered:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
@@ -123,7 +125,9 @@ def load_slots_kernel(
     block_stride: tl.int64,
     rec: tl.constexpr,
     tokens: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    await_producers(dependent)
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
     base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
@@ -157,7 +161,9 @@ def load_raw_kernel(
     block_stride: tl.int64,
     rec: tl.constexpr,
     tokens: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    await_producers(dependent)
     block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
     if any_covered:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
@@ -177,9 +183,9 @@ def bind_load(request: Request) -> Launcher:
     layout, block_size = request.layout, request.block_size
     record = record_of(layout, block_size, request.platform)
     if layout.is_index:
-        return _bind_raw(record, request.platform.arch)
+        return _bind_raw(record, request.platform)
     tokens, warps = launch_shape("load", record, request.platform.arch)
-    kernel = Kernel(load_kernel, (record, tokens), warps)
+    kernel = Kernel(load_kernel, (record, tokens), warps, request.platform)
     parts = (block_size + tokens - 1) // tokens
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 
@@ -190,9 +196,9 @@ def bind_load(request: Request) -> Launcher:
     return launch
 
 
-def _bind_raw(record, arch) -> Launcher:
-    tokens, warps = launch_shape("raw", record, arch)
-    kernel = Kernel(load_raw_kernel, (record, tokens), warps)
+def _bind_raw(record, platform) -> Launcher:
+    tokens, warps = launch_shape("raw", record, platform.arch)
+    kernel = Kernel(load_raw_kernel, (record, tokens), warps, platform)
     parts = (record.block_size + tokens - 1) // tokens
 
     def launch(cache, segments, total_k, out, out_sf):
@@ -220,7 +226,7 @@ def bind_load_slots(request: Request) -> Launcher:
     layout = request.layout
     record = record_of(layout, request.block_size, request.platform)
     tokens, warps = launch_shape("slots", record, request.platform.arch)
-    kernel = Kernel(load_slots_kernel, (record, tokens), warps)
+    kernel = Kernel(load_slots_kernel, (record, tokens), warps, request.platform)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 
     def launch(cache, slots, out):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.launch import Kernel
+from kvhal.backends.portable_triton.launch import Kernel, await_producers
 from kvhal.backends.portable_triton.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
@@ -28,7 +28,9 @@ def plan_kernel(
     block_size: tl.int32,
     count: tl.int64,
     tile: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    await_producers(dependent)
     segment = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     exists = segment < count
     before = tl.zeros((tile,), tl.int64)  # spans known to begin at or before the segment
@@ -64,7 +66,7 @@ def plan_kernel(
 def bind_expand_load_plan(request: Request) -> Launcher:
     """The launcher of EXPAND_LOAD_PLAN (kvhal.interface, "Launchers")."""
     tile, warps = shape_of(request.platform.arch, "plan", None)
-    kernel = Kernel(plan_kernel, (tile,), warps)
+    kernel = Kernel(plan_kernel, (tile,), warps, request.platform)
 
     def launch(spans, block_tables, block_size, out):
         count, number = out.shape[0], spans.shape[0]

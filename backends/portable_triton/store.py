@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import BF16_LOW, BF16_SHIFT, quantise_e4m3
 from kvhal.backends.portable_triton.codec_e2m1 import quantise_e2m1
-from kvhal.backends.portable_triton.launch import Kernel, launch_shape
+from kvhal.backends.portable_triton.launch import Kernel, await_producers, launch_shape
 from kvhal.backends.portable_triton.packed import addresses, items_of, quantise_pairs, rows_of
 from kvhal.backends.portable_triton.packed_e2m1 import quantise_pairs_e2m1
 from kvhal.backends.portable_triton.record import Record, by_pairs, record_of, whole_octets
@@ -149,7 +149,9 @@ def store_kernel(
     block_stride: tl.int64,
     rec: tl.constexpr,
     tokens: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    await_producers(dependent)
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
     # skipped rows are read too: waiting for the slots first would cost every row a second trip to memory
@@ -181,7 +183,7 @@ def bind_store(request: Request) -> Launcher:
 
     def kernel_of(record):
         tokens, warps = launch_shape("store_pairs" if record.pairs else "store", record, request.platform.arch)
-        return Kernel(store_kernel, (record, tokens), warps), tokens
+        return Kernel(store_kernel, (record, tokens), warps, request.platform), tokens
 
     plain = kernel_of(record)
     by_octets = kernel_of(packed) if packed.pairs else plain

@@ -6,6 +6,7 @@ Runs in processes of its own, since Triton decides on its import whether it inte
 from __future__ import annotations
 
 import os
+import re
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ def build(job: Job) -> Built:
 
     def compile_only(kernel: Kernel, programs: int, *args: object) -> None:
         compiled = machine_code(kernel, args, job.arch)
+        check_waits(compiled, job.arch)
         built.append(len(compiled.kernel))
         if job.arch == MEASURED:
             taken.append(_code_of(compiled))
@@ -147,6 +149,22 @@ def build(job: Job) -> Built:
         Kernel.__call__ = launch  # type: ignore[method-assign]
     seconds = time.monotonic() - began
     return Built(job, sum(built), "" if len(built) == 1 else f"{len(built)} kernels were launched", seconds, *taken[:1])
+
+
+def check_waits(compiled: Any, arch: str) -> None:
+    """A kernel that may be launched before those in front of it have ended waits for them before it touches memory.
+
+    Raises:
+        ValueError: it does not, or it waits where launches are never dependent.
+    """
+    ptx = compiled.asm.get("ptx", "")
+    waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
+    accesses = [match.start() for match in re.finditer(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global", ptx)]
+    if arch in ("sm_90", "sm_100"):
+        if not compiled.metadata.launch_pdl or len(waits) != 1 or not accesses or waits[0] > min(accesses):
+            raise ValueError(f"waits at {waits} of the PTX, accesses begin at {min(accesses, default=None)}")
+    elif waits or getattr(compiled.metadata, "launch_pdl", False):
+        raise ValueError(f"waits at {waits}, needs none for {arch}")
 
 
 def specialise(kernel: object, args: tuple[object, ...], arch: str) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 
+from kvhal.platform import Platform
 from tests.compile.resources import Baseline
 from tests.triton.aot import MEASURED, TARGETS, Built, Job, compile_all, count_variants, jobs, resources_of, versions
 
@@ -68,7 +69,7 @@ def test_first_launch_under_capture_is_refused(monkeypatch: pytest.MonkeyPatch) 
     from kvhal.errors import CaptureError
 
     monkeypatch.setattr(launch, "is_capturing", lambda device: True)
-    kernel = launch.Kernel(defaultdict, (), 1)
+    kernel = launch.Kernel(defaultdict, (), 1, Platform("cpu", "x86_64"))
     kernel.function = type("Function", (), {"fn": test_few_variants_are_compiled})
     with pytest.raises(CaptureError, match="warmup"):
         kernel._compile((torch.zeros(1),))
