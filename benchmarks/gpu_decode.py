@@ -31,7 +31,7 @@ BLOCK_SIZE, ROPE_DIM, POSITIONS = 64, 64, 4096
 WINDOW, TOP_K = 128, 512  #: slots a stream gathers from its window and from the compressed records
 CONTEXT = 2048  #: compressed records a stream has
 LAYERS = 16
-BACKENDS = ("cuda_tilelang", "portable_triton", "reference_torch")
+BACKENDS = ("cuda_tilelang", "portable_triton")
 
 
 @dataclass(frozen=True, eq=False)
