@@ -1,4 +1,4 @@
-"""Regenerates the generated sections of README.md and docs/performance.md from the package, the demo, and benchmarks/results.
+"""Regenerates the generated sections of README.md and docs/performance.md, and the picture, from the package and its results.
 
 Run it with the Python of .venv. Result files are those that `kvhal bench --json` and the GPU benchmarks write.
 """
@@ -74,6 +74,13 @@ def _pivot(cells: list[dict[str, Any]], tokens: int) -> str:
     return markdown_table(columns, [(*key, *(found.get(name) for name in backends)) for key, found in sorted(rows.items())])
 
 
+def picture() -> None:
+    """The README's picture of the same results."""
+    from kvhal.bench.plot import draw
+
+    draw(json.loads((RESULTS / "h200_bench.json").read_text(encoding="utf-8")), ROOT / "docs" / "h200_bench.png")
+
+
 #: section -> the file that it is in, and what makes it
 SECTIONS = {
     **{name: (README, make) for name, make in (("formats", formats), ("demo", demo), ("measured", measured))},
@@ -83,10 +90,14 @@ SECTIONS = {
 
 def main() -> None:
     """Rewrites the sections named on the command line, all of them by default."""
-    unknown = [name for name in sys.argv[1:] if name not in SECTIONS]
+    known = (*SECTIONS, "picture")
+    unknown = [name for name in sys.argv[1:] if name not in known]
     if unknown:
-        raise SystemExit(f"update_readme.py: unknown section {unknown[0]!r}, known: {', '.join(SECTIONS)}")
-    for name in sys.argv[1:] or SECTIONS:
+        raise SystemExit(f"update_readme.py: unknown section {unknown[0]!r}, known: {', '.join(known)}")
+    for name in sys.argv[1:] or known:
+        if name == "picture":
+            picture()
+            continue
         path, make = SECTIONS[name]
         path.write_text(with_section(path.read_text(encoding="utf-8"), name, make()), encoding="utf-8")
 

@@ -1,21 +1,25 @@
-"""The picture of a run: share of the copy bandwidth, and time against tokens."""
+"""The picture of a run: shares of the copy bandwidth at the largest size, and time against tokens."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 SHORT = {
     "store_kv_cache": "store",
     "load_paged_kv_cache": "load",
-    "load_kv_slots": "slots",
-    "fused_norm_rope_hadamard_cast_store_kvcache": "fused",
+    "load_kv_slots": "load slots",
+    "fused_norm_rope_hadamard_cast_store_kvcache": "fused store",
 }
+LINES = ("o-", "s--", "^:", "d-.")  #: a style a backend
+ROW_INCHES = 0.26
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """Two panels from a document of `kvhal bench --json`, in the file type that the suffix names.
+
+    Left a bar a cell of the largest token count and backend. Right a line an operation and backend, in the first format and
+    order of tokens that the document has of the operation.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -23,22 +27,50 @@ def draw(document: dict[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    roofline, latency = figure.subplots(1, 2)
-    series: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
-    for cell in document["cells"]:
-        name = f"{SHORT.get(cell['op'], cell['op'])} {cell['format'].removesuffix('_FORMAT')} {cell['pattern']}"
-        series[cell["backend"], name].append((cell["tokens"], cell["ratio"], cell["median_us"]))
-    for (backend, name), points in series.items():
-        tokens, ratios, times = zip(*sorted(points), strict=True)
-        style = "o-" if backend == "cuda_tilelang" else "s--"
-        roofline.plot(tokens, ratios, style, label=f"{name} ({backend})", markersize=4)
-        latency.plot(tokens, times, style, markersize=4)
-    copy = f"share of copy bandwidth ({document['copy_gbs']:,.0f} GB/s)"
-    roofline.axhline(1.0, color="black", linewidth=0.8)
-    roofline.set(xscale="log", xlabel="tokens", ylabel=copy, ylim=(0, 1.1))
+    cells = document["cells"]
+    backends = list(dict.fromkeys(cell["backend"] for cell in cells))
+    rows = list(dict.fromkeys(_name(cell) for cell in _largest(cells)))
+    figure = Figure(figsize=(13, max(4.0, 1.5 + ROW_INCHES * len(rows))), layout="constrained")
+    shares, latency = figure.subplots(1, 2)
+    _draw_shares(shares, _largest(cells), backends, rows)
+    shares.set(xlabel=f"share of the copy bandwidth, {document['copy_gbs']:,.0f} GB/s", xlim=(0, 1.1))
+    _draw_latency(latency, cells, backends)
     latency.axhline(document["empty_us"], color="black", linewidth=0.8)
-    latency.set(xscale="log", yscale="log", xlabel="tokens", ylabel="device microseconds; line: the smallest kernel")
+    latency.set(xscale="log", yscale="log", xlabel="tokens", ylabel="device microseconds; black: the smallest kernel")
     figure.suptitle(f"{document['device']}, commit {document['commit']}")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=7)
     figure.savefig(path)
+
+
+def _largest(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    count = max((cell["tokens"] for cell in cells), default=0)
+    return [cell for cell in cells if cell["tokens"] == count]
+
+
+def _name(cell: dict[str, Any]) -> str:
+    parts = (SHORT.get(cell["op"], cell["op"]), cell["format"].removesuffix("_FORMAT"), cell["pattern"])
+    return " ".join(part for part in parts if part != "-")
+
+
+def _draw_shares(axes: Any, cells: list[dict[str, Any]], backends: list[str], rows: list[str]) -> None:
+    height = 0.8 / max(1, len(backends))
+    for number, backend in enumerate(backends):
+        mine = [cell for cell in cells if cell["backend"] == backend]
+        places = [rows.index(_name(cell)) + (number - (len(backends) - 1) / 2) * height for cell in mine]
+        axes.barh(places, [cell["ratio"] for cell in mine], height, label=backend)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title(f"{max((cell['tokens'] for cell in cells), default=0):,} tokens")
+    axes.legend(loc="center right", fontsize=8)
+
+
+def _draw_latency(axes: Any, cells: list[dict[str, Any]], backends: list[str]) -> None:
+    for color, op in enumerate(dict.fromkeys(cell["op"] for cell in cells)):
+        first = next(cell for cell in cells if cell["op"] == op)
+        for number, backend in enumerate(backends):
+            mine = [cell for cell in cells if cell["backend"] == backend and _name(cell) == _name(first)]
+            points = sorted((cell["tokens"], cell["median_us"]) for cell in mine)
+            if points:
+                label = f"{_name(first)} ({backend})"
+                axes.plot(*zip(*points, strict=True), LINES[number % len(LINES)], color=f"C{color}", label=label, markersize=4)
+    axes.legend(fontsize=7)
