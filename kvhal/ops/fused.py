@@ -49,7 +49,11 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
     except (*NO_ADDRESS, ValueError):  # objects that cannot be compared either
         call = tensors = None
     if call is not None and tensors is not None and call.same(*tensors):
-        address = kv.data_ptr() if norm_args is None else kv.data_ptr() | norm_args.weight.data_ptr()
+        address = kv.data_ptr()
+        if norm_args is not None:
+            address |= norm_args.weight.data_ptr()
+        if rope_args is not None:
+            address |= rope_args.cos_sin_cache.data_ptr()
         if not address & UNALIGNED:
             back: torch.Tensor | None = call.new()
             cache, slots = (None, None) if out_args is None else (out_args.kv_cache, out_args.slot_mapping)

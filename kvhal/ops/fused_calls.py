@@ -75,7 +75,7 @@ def fused(
         call = remember(scope, key, lambda: Call(launch, tensors or (), scalars or (), new))
     if call is not None and tensors is not None:
         hint = 0 if cache is None else cache.data_ptr()
-        aligned = (kv, None if norm is None else norm.weight, back)
+        aligned = (kv, None if norm is None else norm.weight, None if rope is None else rope.cos_sin_cache, back)
         keep_near(scope, FUSED_STORE, hint, call, tensors, aligned, kv, *stages, cache, slots, back)
     return back
 
