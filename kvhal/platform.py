@@ -152,6 +152,22 @@ def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]
     return graph.replay
 
 
+def usable_device(device: torch.device | str) -> torch.device:
+    """A device of this machine; "meta", which every machine has, is one.
+
+    Raises:
+        ValueError: it is no device's name, or this machine has none of its kind.
+    """
+    try:
+        found = torch.device(device)
+        usable = found.type == "meta" or bool(torch.get_device_module(found).is_available())
+    except (RuntimeError, TypeError, AttributeError):
+        usable = False
+    if not usable:
+        raise ValueError(f"device: has {device!r}, needs a torch device of this machine, such as 'cpu'")
+    return found
+
+
 def device_guard(device: torch.device) -> AbstractContextManager[Any] | None:
     """A context that makes `device` current, None when a launch needs none (one device, or the CPU)."""
     if device.type == "cuda":

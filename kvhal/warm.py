@@ -25,6 +25,8 @@ from kvhal.ops import (
     load_paged_kv_cache,
     store_kv_cache,
 )
+from kvhal.ops.checks import check_int, check_type
+from kvhal.platform import usable_device
 
 MANY = 1 << 16  #: tokens, more than any backend's kernels for few tokens take
 
@@ -54,9 +56,20 @@ class FusedStages:
     store: bool = True
     rows: torch.dtype = torch.bfloat16
 
+    def __post_init__(self) -> None:
+        floats, integers = (torch.bfloat16, torch.float32), (torch.int32, torch.int64)
+        for name, value, allowed in (
+            ("norm", self.norm, (None, *floats)),
+            ("positions", self.positions, integers),
+            ("rows", self.rows, floats),
+        ):
+            if value not in allowed:
+                raise ValueError(f"FusedStages.{name}: has {value!r}, needs one of {', '.join(map(str, allowed))}")
+        check_int("FusedStages.rope_dim", self.rope_dim, 0)
+
 
 def warmup(
-    ops: Iterable[Op | str] | None = None,
+    ops: Iterable[Op | str] | Op | str | None = None,
     *,
     layouts: Iterable[KVCacheFormat] = SUPPORTED_KV_CACHE_FORMATS,
     block_size: int = 64,
@@ -69,19 +82,25 @@ def warmup(
     to be a multiple of 16 elements apart; others need kernels of their own.
 
     Args:
-        ops: the operations, all when None.
+        ops: the operations, or one; all when None.
         layouts: the record formats that will be used.
         block_size: tokens a block that will be used; call once for each.
         device: where the kernels will run.
         fused: the kinds of fused store that will be called, each with every layout; by default the one without stages.
 
     Raises:
-        ValueError: `ops` names no operation (the message lists them), or a layout's records cannot go through the stages.
+        ValueError: `ops` names no operation (the message lists them), a layout's records cannot go through the stages, or
+            `device` is none of this machine's.
+        TypeError: `layouts` or `fused` holds something else.
         UnsupportedError: an operation cannot be served on this device; ForcedBackendError when a backend was forced.
     """
-    wanted = [Op(op) for op in (Op if ops is None else ops)]
-    device = torch.device(device)
+    wanted = [Op(op) for op in (Op if ops is None else (ops,) if isinstance(ops, str) else ops)]
+    device, block_size = usable_device(device), check_int("block_size", block_size, 1)
     layouts, fused = tuple(layouts), tuple(fused)
+    for one in layouts:
+        check_type("layouts", one, KVCacheFormat)
+    for stages in fused:
+        check_type("fused", stages, FusedStages)
     record_ops = [op for op in wanted if op in FORMAT_OPS and op != Op.FUSED_STORE]
     calls: list[Callable[[], None]]
     calls = [partial(_warm_format, op, layout, block_size, device) for layout in layouts for op in record_ops]

@@ -61,7 +61,9 @@ def _small(document: dict[str, Any]) -> str:
     columns = [(backend, size) for backend in backends for size in sizes]
     table = [(*key, *(f"{found[at]:.2f}" if at in found else None for at in columns)) for key, found in sorted(rows.items())]
     head = ("operation", "format", *(f"{backend}, {size:,}" for backend, size in columns))
-    return f"Microseconds in a stream; the smallest kernel takes {document['empty_us']:.2f}.\n\n{markdown_table(head, table)}"
+    note = f"{document['note']}\n\n" if document.get("note") else ""
+    note += f"Microseconds in a stream; the smallest kernel takes {document['empty_us']:.2f}."
+    return f"{note}\n\n{markdown_table(head, table)}"
 
 
 def _decode(document: dict[str, Any]) -> str:
@@ -110,7 +112,7 @@ def _sanitize(document: dict[str, Any]) -> str:
         for backend, tools in document["results"].items()
         for tool, found in tools.items()
     ]
-    return markdown_table(("backend", "tool", "cases", "problems"), rows)
+    return f"{markdown_table(('backend', 'tool', 'cases', 'problems'), rows)}\n\n{document.get('note', '')}"
 
 
 TABLES = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from kvhal.platform import Platform, current_index, is_capturing
 #: Triton's one notion of alignment: an argument divides by it, or not
 DIVISOR = 16
 FIRST_DEPENDENT = 90  #: programmatic dependent launch came with sm_90
+INTERPRETER = Lock()  #: Triton's interpreter keeps the running program in globals
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError, RuntimeError)
 
 
@@ -75,7 +77,8 @@ class Kernel:
             BackendFailure: it does not compile, or does not fit the device.
         """
         if self.interpreted:
-            self.function[(programs,)](*args, *self.constants)
+            with INTERPRETER:
+                self.function[(programs,)](*args, *self.constants)
             return
         if self.current_device is None:
             self.current_stream = driver.active.get_current_stream

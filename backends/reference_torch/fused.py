@@ -15,6 +15,7 @@ def bind_fused_store(request: Request) -> Launcher:
     """Launcher of FUSED_STORE; the contract is in `kvhal.interface`."""
     layout = layout_of(request)
 
+    @torch.no_grad()
     def launch(
         kv: Tensor,
         norm: NormArgs | None,

@@ -18,6 +18,7 @@ def bind_load(request: Request) -> Launcher:
     """Launcher of LOAD; the contract is in `kvhal.interface`."""
     layout = layout_of(request)
 
+    @torch.no_grad()
     def launch(cache: Tensor, segments: Tensor, total_k: int, out: Tensor, out_sf: Tensor | None) -> None:
         row_map = _row_map(segments, cache.shape[0], cache.shape[1], total_k)
         for rows in row_chunks(total_k, layout.elements, cache.device):
@@ -37,6 +38,7 @@ def bind_load_slots(request: Request) -> Launcher:
     """Launcher of LOAD_SLOTS; the contract is in `kvhal.interface`."""
     layout = layout_of(request)
 
+    @torch.no_grad()
     def launch(cache: Tensor, slots: Tensor, out: Tensor) -> None:
         for rows in row_chunks(slots.shape[0], layout.elements, cache.device):
             data, sf, valid = gather_records(cache, layout, slots[rows])

@@ -32,15 +32,17 @@ from kvhal.interface import FORMAT_OPS, Op
 from kvhal.registry import backends as known_backends
 
 Question = tuple[str, Op, KVCacheFormat | None, int, str]
+MAX_TOKENS, MAX_BLOCK_SIZE = 1 << 26, 1 << 20
 ORDERED_OPS = (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE)
 
 
 def command(
+    context: typer.Context,
     ops: Annotated[str | None, typer.Option(help="Operations, comma-separated; all when left out.")] = None,
     formats: Annotated[str | None, typer.Option(help="Formats, comma-separated; the built-in ones when left out.")] = None,
     backends: Annotated[str | None, typer.Option(help="Backends, comma-separated; all that can serve when left out.")] = None,
     tokens: Annotated[str, typer.Option(help="Token counts, comma-separated.")] = "8192",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a block.")] = 64,
+    block_size: Annotated[int, typer.Option(min=1, max=MAX_BLOCK_SIZE, help="Tokens a block.")] = 64,
     pattern: Annotated[str, typer.Option(help=f"Where tokens lie, comma-separated: {', '.join(PATTERNS)}.")] = "pages",
     device: Annotated[str, typer.Option(help="Where to measure.")] = "cpu",
     json: JsonOption = False,
@@ -53,8 +55,11 @@ def command(
 ) -> None:
     """Bytes, time and share of the copy bandwidth; exit code 1 when bytes differ, or --compare finds a slower cell."""
     if compare_files:
+        _only_compares(context)
         _compare(*compare_files, threshold, json)
         return
+    if plot is not None:
+        _check_picture(plot)
     where = parse_device(device)
     names = [check_name("--backends", name.strip()) for name in backends.split(",")] if backends else list(known_backends())
     layouts = parse_formats(formats) if formats else list(BUILTIN_FORMATS.values())
@@ -62,14 +67,14 @@ def command(
     clock = Clock(where)
     results, failures = _run(clock, questions, block_size, bool(backends))
     document = {**environment(clock), "cells": [asdict(one) for one in results], "failures": failures}
-    if plot is not None:
-        from kvhal.bench.plot import draw  # matplotlib is an extra
-
-        draw(document, plot)
     if json:
         print_json(document)
     else:
         _show(document)
+    if plot is not None:
+        from kvhal.bench.plot import draw  # matplotlib is an extra
+
+        draw(document, plot)
     if failures:
         for failure in failures:
             report_error(failure)
@@ -81,9 +86,32 @@ def _counts(text: str) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or min(counts) < 1:
-        raise CommandError(f"--tokens: has {text!r}, needs counts >= 1, comma-separated")
+    if not counts or min(counts) < 1 or max(counts) > MAX_TOKENS:
+        raise CommandError(f"--tokens: has {text!r}, needs counts in 1..{MAX_TOKENS}, comma-separated")
     return counts
+
+
+def _only_compares(context: typer.Context) -> None:
+    """Refuses options that --compare would not look at."""
+    used = ("compare_files", "threshold", "json")
+    sources = {name: context.get_parameter_source(name) for name in context.params if name not in used}
+    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise CommandError(f"--compare: reads two files, has {options} too, which are for measuring; leave them out")
+
+
+def _check_picture(path: Path) -> None:
+    """The file can be drawn: asked before anything is measured."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise CommandError(f"--plot: {error}; pip install kvhal[plot]") from None
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise CommandError(f"--plot: has {str(path)!r}, needs a name that ends in .{', .'.join(sorted(known))}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise CommandError(f"--plot: has {str(path)!r}, needs a file in a folder that exists")
 
 
 def _patterns(text: str) -> list[str]:
@@ -120,6 +148,10 @@ def _run(clock: Clock, questions: list[Question], block_size: int, named: bool) 
             except UnsupportedError:
                 if named:
                     raise
+            except (MemoryError, RuntimeError) as error:
+                if "memory" not in str(error):
+                    raise
+                failures.append(f"{op} of {layout or 'indices'}, {tokens} tokens: does not fit into memory")
             bars.advance(task)
             if clock.device.type == "cuda":
                 torch.accelerator.memory.empty_cache()

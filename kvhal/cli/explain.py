@@ -44,7 +44,7 @@ def command(
         raise typer.Exit(EXIT_NO)
 
 
-def parse_op(text: str) -> Op:
+def parse_op(text: str, option: str = "OP") -> Op:
     """The operation of this name.
 
     Raises:
@@ -53,7 +53,7 @@ def parse_op(text: str) -> Op:
     try:
         return Op(text)
     except ValueError:
-        raise CommandError(f"OP: has {text!r}, needs one of {', '.join(Op)}") from None
+        raise CommandError(f"{option}: has {text!r}, needs one of {', '.join(Op)}") from None
 
 
 def parse_format(op: Op, text: str | None) -> KVCacheFormat | None:

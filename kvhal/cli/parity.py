@@ -43,7 +43,7 @@ def command(
 
 def parse_ops(text: str | None) -> list[Op]:
     """Operations of a comma-separated list, all for None."""
-    return list(Op) if text is None else [parse_op(name.strip()) for name in text.split(",")]
+    return list(Op) if text is None else [parse_op(name.strip(), "--ops") for name in text.split(",")]
 
 
 def parse_formats(text: str | None) -> list[KVCacheFormat]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from numbers import Real
 from types import NoneType
 from typing import Any
 
@@ -29,6 +31,7 @@ from kvhal.ops.checks import (
 from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, keep_near, remember
 
 STAGES = ("norm", "rope", "hadamard")
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def fused(
@@ -60,7 +63,8 @@ def fused(
         _check_types(*stages, casting, out)
         layout, block_size = _layout(kv, casting, out)
         rows = record_rows("kv", kv, layout.elements)
-        cache, slots = _check_arguments(rows, *stages, out)
+        norm, rope, cache, slots = _check_arguments(rows, *stages, out)
+        stages = (norm, rope, hadamard)
         shape = (rows.shape[0], layout.elements)
         back = torch.empty(shape, dtype=torch.bfloat16, device=kv.device) if casting.cast_back else None
         if rows.shape[0] == 0 or (back is None and cache is not None and cache.shape[0] == 0):
@@ -177,29 +181,36 @@ def _check_arguments(
     rope: RopeArgs | None,
     hadamard: HadamardArgs | None,
     out: KVCacheOutArgs | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The cache and its slots, all arguments checked against the rows."""
+) -> tuple[NormArgs | None, RopeArgs | None, torch.Tensor | None, torch.Tensor | None]:
+    """Norm and rotation with plain numbers, the cache and its slots; all arguments checked against the rows."""
     (tokens, elements), device = rows.shape, rows.device
-    if norm is not None:
-        _check_norm(norm, elements, device)
-    if rope is not None:
-        _check_rope(rope, elements, tokens, device)
+    norm = None if norm is None else _check_norm(norm, elements, device)
+    rope = None if rope is None else _check_rope(rope, elements, tokens, device)
     if hadamard is not None and elements & (elements - 1):
         reject("hadamard_args", f"records of {elements} elements", "a power of two")
-    return (None, None) if out is None else _check_out(out, tokens, device)
+    return norm, rope, *((None, None) if out is None else _check_out(out, tokens, device))
 
 
-def _check_norm(norm: NormArgs, elements: int, device: torch.device) -> None:
+def _check_norm(norm: NormArgs, elements: int, device: torch.device) -> NormArgs:
+    """The same with a plain float."""
     check_tensor("norm_args.weight", norm.weight, (torch.bfloat16, torch.float32), rank=1)
     if norm.weight.shape[0] != elements:
         reject("norm_args.weight", f"{norm.weight.shape[0]} elements", f"{elements}, one an element of the record")
     check_contiguous("norm_args.weight", norm.weight)
-    if not (isinstance(norm.eps, float | int) and math.isfinite(norm.eps) and norm.eps >= 0):
-        reject("norm_args.eps", norm.eps, "a finite number >= 0")
     check_same_device(device, "kv", **{"norm_args.weight": norm.weight})
+    if isinstance(norm.eps, bool) or not isinstance(norm.eps, Real):
+        reject("norm_args.eps", f"a {type(norm.eps).__name__}", "a number")
+    try:
+        eps = float(norm.eps)
+    except OverflowError:
+        eps = math.inf
+    if not 0 <= eps <= FP32_MAX:
+        reject("norm_args.eps", eps, f"a number in [0, {FP32_MAX:.8g}], the range of fp32")
+    return norm if type(norm.eps) is float else replace(norm, eps=eps)
 
 
-def _check_rope(rope: RopeArgs, elements: int, tokens: int, device: torch.device) -> None:
+def _check_rope(rope: RopeArgs, elements: int, tokens: int, device: torch.device) -> RopeArgs:
+    """The same with plain ints."""
     check_tensor("rope_args.positions", rope.positions, SLOT_DTYPES, rank=1)
     check_contiguous("rope_args.positions", rope.positions)
     if rope.positions.shape[0] != tokens:
@@ -207,11 +218,12 @@ def _check_rope(rope: RopeArgs, elements: int, tokens: int, device: torch.device
     width = check_int("rope_args.rope_dim", rope.rope_dim, 2, elements)
     if width % 2:
         reject("rope_args.rope_dim", width, "an even count")
-    if rope.offset is not None:
-        check_int("rope_args.offset", rope.offset, 0, elements - width)
+    offset = None if rope.offset is None else check_int("rope_args.offset", rope.offset, 0, elements - width)
     check_tensor("rope_args.cos_sin_cache", rope.cos_sin_cache, (torch.float32,), rank=2)
     check_rows("rope_args.cos_sin_cache", rope.cos_sin_cache, columns=width)
     check_same_device(device, "kv", **{"rope_args.positions": rope.positions, "rope_args.cos_sin_cache": rope.cos_sin_cache})
+    plain = type(rope.rope_dim) is int and type(rope.offset) in (NoneType, int)
+    return rope if plain else replace(rope, rope_dim=width, offset=offset)
 
 
 def _check_out(out: KVCacheOutArgs, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,8 @@ _TORCH_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint
 
 def scalar(name: str, value: int, low: int = 1, high: int = INT32_MAX) -> int:
     """`value` as an int in [low, high]."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, needs an integer")
     try:
         number = operator.index(value)
     except TypeError as error:
@@ -61,7 +63,9 @@ def device_table(name: str, values: object, rows: int, device: torch.device) -> 
         raise TypeError(f"{name} is a {type(values).__name__}, needs an int32 tensor on {device}; make it one, {way_out}")
     if values.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {values.dtype}, needs torch.int32 to be expanded on {device}")
-    if values.device.type != device.type or device.index not in (None, values.device.index):
+    if values.layout != torch.strided:
+        raise TypeError(f"{name} has layout {values.layout}, needs a dense tensor")
+    if values.device.type != device.type or not (device.type == "cpu" or device.index in (None, values.device.index)):
         raise ValueError(f"{name} is on {values.device}, needs {device}, where the plan is to be; move it, {way_out}")
     if values.dim() != 2 or values.shape[0] != rows:
         shape = tuple(values.shape)
@@ -157,8 +161,8 @@ def _integers(name: str, values: IntVector | IntTable) -> npt.NDArray[np.integer
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
             raise ValueError(f"{name} is on {values.device}, needs cpu: plans are made on the host")
-        if values.dtype not in _TORCH_INTEGERS:
-            raise TypeError(f"{name} has dtype {values.dtype}, needs integers")
+        if values.dtype not in _TORCH_INTEGERS or values.layout != torch.strided:
+            raise TypeError(f"{name} has dtype {values.dtype} and layout {values.layout}, needs dense integers")
         return values.numpy()
     try:
         array = np.asarray(values)

@@ -12,6 +12,7 @@ import torch
 from kvhal.plan import inputs
 from kvhal.plan.device import expand_compressed, send
 from kvhal.plan.inputs import Ints, IntTable, IntVector
+from kvhal.platform import usable_device
 
 Segments = npt.NDArray[np.int32]
 
@@ -138,7 +139,7 @@ def build_compressed_load_plan(
     size, ratio = inputs.compressed_block_size(block_size, ratio), inputs.scalar("ratio", ratio)
     tokens = inputs.vector("seqlens_k", seqlens_k) // ratio
     if device is not None:
-        return CompressedLoadPlan(*expand_compressed(tokens, block_tables, size, ratio, torch.device(device)))
+        return CompressedLoadPlan(*expand_compressed(tokens, block_tables, size, ratio, usable_device(device)))
     table = inputs.block_table("block_tables", block_tables, len(tokens))
     begins = np.zeros_like(tokens)
     inputs.check_table_width("block_tables", table.shape[1], begins, tokens, size, ratio)
@@ -196,7 +197,7 @@ def build_swa_load_plan(
         np.stack([padding, split, first + length - split], axis=1).ravel(),
     )
     plan = LoadPlan(torch.from_numpy(segments), _set_offsets(segments, 0))
-    return plan if device is None else plan.to(device)
+    return plan if device is None else plan.to(usable_device(device))
 
 
 def _range(begin_name: str, begin: int, end_name: str, end: int, high: int) -> tuple[int, int]:

@@ -103,13 +103,19 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--tokens", "many"], 2, "needs counts >= 1"),
-        (["--tokens", "0"], 2, "needs counts >= 1"),
+        (["--tokens", "many"], 2, "needs counts in 1.."),
+        (["--tokens", "0"], 2, "needs counts in 1.."),
         (["--pattern", "spiral"], 2, "needs one of consecutive, pages, random"),
         (["--backends", "nobody"], 2, "needs one of"),
         (["--backends", "cuda_tilelang", "--tokens", "8"], 1, "device"),
         (["--device", "cuda:7"], 2, "--device"),
         (["--compare", "nowhere.json", "nowhere.json"], 2, "cannot read nowhere.json"),
+        (["--compare", "a.json", "b.json", "--ops", "store_kv_cache"], 2, "has --ops too"),
+        (["--tokens", "99999999999999"], 2, "needs counts in 1.."),
+        (["--ops", "nothing"], 2, "--ops: has 'nothing'"),
+        (["--plot", "nowhere/run.png"], 2, "a folder that exists"),
+        (["--plot", "run.nope"], 2, "needs a name that ends in"),
+        (["--plot", "."], 2, "--plot"),
     ],
 )
 def test_bad_questions_are_one_message(arguments: list[str], code: int, message: str) -> None:
@@ -117,9 +123,23 @@ def test_bad_questions_are_one_message(arguments: list[str], code: int, message:
     assert result.exit_code == code and message in result.output and "Traceback" not in result.output
 
 
+CELL = {"backend": "b", "op": "o", "format": "f", "tokens": 1, "block_size": 1, "pattern": "p", "ratio": 0.5}
+
+
+def test_a_cell_that_is_gone_is_no_success(tmp_path: Path) -> None:
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    before.write_text(json.dumps({"cells": [CELL, {**CELL, "tokens": 2}]}))
+    after.write_text(json.dumps({"cells": [CELL]}))
+    result = invoke("bench", "--compare", str(before), str(after))
+    assert result.exit_code == 2 and "lacks 1 of 2 cells" in result.output
+    assert invoke("bench", "--compare", str(after), str(before)).exit_code == 0
+
+
 def test_files_that_are_no_runs_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    for text in ("{}", "[]", "not json"):
+    wrong = [{"ratio": value} for value in (float("nan"), 0, -1, "fast", None)] + [{"op": ["a"]}]
+    cells = [json.dumps({"cells": [{**CELL, **change}]}) for change in wrong]
+    for text in ("{}", "[]", "not json", '{"cells": []}', *cells):
         path.write_text(text)
         result = invoke("bench", "--compare", str(path), str(path))
         assert result.exit_code == 2 and "Traceback" not in result.output

@@ -148,7 +148,7 @@ REFUSED = [
     ([5], {"block_tables": torch.zeros(1, 1)}, TypeError, "block_tables has dtype torch.float32, needs torch.int32"),
     ([5], {"block_tables": torch.zeros(1, 1).long()}, TypeError, "block_tables has dtype torch.int64, needs torch.int32"),
     ([5, 5], {}, ValueError, "block_tables has shape (1, 1), needs one row of block ids per sequence: [2, width]"),
-    ([5], {"device": "cuda:1"}, ValueError, "block_tables is on cpu, needs cuda:1, where the plan is to be; move it, or leave"),
+    ([5], {"device": "meta"}, ValueError, "block_tables is on cpu, needs meta, where the plan is to be; move it, or leave"),
     ([-1], {}, ValueError, "seqlens_k[0] is -1, needs 0.."),
     ([5], {"ratio": 3}, ValueError, "block_size is 64, needs a multiple of ratio 3"),
     ([2**30] * 2, {"block_size": 2**30}, ValueError, "the plan has 2147483648 rows, needs at most 2147483647"),
@@ -166,5 +166,6 @@ def test_refusals(lengths: list[int], change: dict[str, Any], error: type[Except
 
 def test_no_plan_goes_to_a_device_whose_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_device, "is_capturing", lambda device: True)
+    monkeypatch.setattr("kvhal.plan.segments.usable_device", torch.device)
     with pytest.raises(kvhal.CaptureError, match="make plans before the capture"):
         plan.build_swa_load_plan([3], [1], [0], window_size=2, swa_block_size=2, device="cuda")
