@@ -56,8 +56,16 @@ REFUSED: dict[str, Entry] = {
         ValueError,
         ("norm_args.weight: has strides (2,), needs a contiguous tensor",),
     ),
-    "eps-negative": (part("norm_args", eps=-1e-6), ValueError, ("norm_args.eps: has -1e-06, needs a finite number >= 0",)),
-    "eps-nan": (part("norm_args", eps=float("nan")), ValueError, ("norm_args.eps: has nan, needs a finite number",)),
+    "eps-negative": (
+        part("norm_args", eps=-1e-6),
+        ValueError,
+        ("norm_args.eps: has -1e-06, needs a number in [0, 3.4028235e+38]",),
+    ),
+    "eps-nan": (
+        part("norm_args", eps=float("nan")),
+        ValueError,
+        ("norm_args.eps: has nan, needs a number in [0, 3.4028235e+38]",),
+    ),
     "positions-dtype": (
         part("rope_args", positions=torch.Tensor.float),
         ValueError,
