@@ -202,24 +202,6 @@ def _absent_unless(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...
     return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
 
 
-def weight_reader(layout: KVCacheFormat, stages: Stages) -> Any:
-    """A macro that reads a lane's weights, where there are any."""
-    octets, get = Octets.of(layout), f"kv::get_{TYPE_NAMES.get(str(stages.weight_dtype))}"
-
-    @T.macro
-    def get_weights(weight, lane, factors):
-        if stages.weight_dtype is not None:
-            for h in T.unroll(octets.rounds):
-                octet = h * octets.lanes + lane
-                if octets.padded:
-                    for v in T.unroll(OCTET):
-                        factors[h * OCTET + v] = T.float32(0)
-                if octet < octets.count:
-                    call(get, T.address_of(factors[h * OCTET]), T.address_of(weight[octet * OCTET]))
-
-    return get_weights
-
-
 def value_writer(geometry: CacheGeometry, stages: Stages) -> Any:
     """A macro that carries one token's values on: Hadamard, rounding, cast, to the cache and to the row that goes back."""
     octets, quantized = Octets.of(geometry.layout), geometry.layout.quantized_dtype is not None

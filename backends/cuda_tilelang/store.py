@@ -17,12 +17,10 @@ from kvhal.backends.cuda_tilelang.build import (
     launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
-from kvhal.backends.cuda_tilelang.tuned import shape_of
+from kvhal.backends.cuda_tilelang.tuned import ONE_ROUND, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry
-
-SHAPE_OF_FEW = (1, 4)  #: rounds and warps where tokens are too few to fill the device: a warp is done after one round
 
 
 def bind_store(request: Request) -> Launcher:
@@ -34,7 +32,7 @@ def bind_store(request: Request) -> Launcher:
         key = (slots.dtype, aligned(kv), kv.shape[0] <= many[2])
         run = built.get(key)
         if run is None:
-            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, SHAPE_OF_FEW if key[2] else many
+            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, ONE_ROUND if key[2] else many
             arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment, shape)
             run = built[key] = kernel(store_kernel, *arguments, platform=request.platform, device=kv.device)
         return run

@@ -11,11 +11,7 @@ from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes,
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
 from kvhal.backends.portable_triton.launch import Kernel, await_producers, launch_shape
 from kvhal.backends.portable_triton.load import write_rows
-from kvhal.backends.portable_triton.packed import (
-    addresses,
-    pair_bf16,
-    rows_of,
-)
+from kvhal.backends.portable_triton.packed import addresses, pair_bf16, rows_of
 from kvhal.backends.portable_triton.record import by_pairs, record_of, whole_octets
 from kvhal.backends.portable_triton.stages import Stages, hadamard, pair_turns, rms_norm, rotate_any, rotate_pairs
 from kvhal.backends.portable_triton.store import (

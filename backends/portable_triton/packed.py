@@ -90,59 +90,40 @@ def larger_halves(left, right):
     return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1)
 
 
+def _widened(first: str, second: str) -> str:
+    """PTX: two pairs of bf16 as four fp32, la, ha, lb, hb."""
+    return f"""shl.b32 la, {first}, 16;
+        and.b32 ha, {first}, 0xFFFF0000;
+        shl.b32 lb, {second}, 16;
+        and.b32 hb, {second}, 0xFFFF0000;
+        """
+
+
+_REGISTERS = "{ .reg .b32 a, b, la, ha, lb, hb; .reg .b16 c, d;\n"
+_CODES = """cvt.rn.satfinite.e4m3x2.f32 c, ha, la;
+        cvt.rn.satfinite.e4m3x2.f32 d, hb, lb;
+        mov.b32 $0, {c, d}; }"""  #: PTX: la, ha, lb, hb as four codes
+_SCALED = "mul.rn.bf16x2 a, $1, $3;\nmul.rn.bf16x2 b, $2, $3;\n"
+_MULTIPLIED = "".join(f"mul.rn.f32 {part}, {part}, $3;\n" for part in ("la", "ha", "lb", "hb"))
+SCALED_CODES = tl.constexpr(_REGISTERS + _SCALED + _widened("a", "b") + _CODES)
+MULTIPLIED_CODES = tl.constexpr(_REGISTERS + _widened("$1", "$2") + _MULTIPLIED + _CODES)
+
+
 @triton.jit
 def scaled_codes(first, second, multiplier):
     """Four e4m3 codes (int32) of two pairs of bf16 times a power of two, given as both halves.
 
     Such a product is exact in bf16, subnormals included, down to where e4m3 has only zeros.
     """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, la, ha, lb, hb;
-        .reg .b16 c, d;
-        mul.rn.bf16x2 a, $1, $3;
-        mul.rn.bf16x2 b, $2, $3;
-        shl.b32 la, a, 16;
-        and.b32 ha, a, 0xFFFF0000;
-        shl.b32 lb, b, 16;
-        and.b32 hb, b, 0xFFFF0000;
-        cvt.rn.satfinite.e4m3x2.f32 c, ha, la;
-        cvt.rn.satfinite.e4m3x2.f32 d, hb, lb;
-        mov.b32 $0, {c, d};
-        }""",
-        "=r,r,r,r",
-        [first, second, multiplier],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    operands = [first, second, multiplier]
+    return tl.inline_asm_elementwise(SCALED_CODES, "=r,r,r,r", operands, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def multiplied_codes(first, second, multiplier):
     """Four e4m3 codes (int32) of two pairs of bf16 times any fp32, the products rounded to fp32."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 la, ha, lb, hb;
-        .reg .b16 c, d;
-        shl.b32 la, $1, 16;
-        and.b32 ha, $1, 0xFFFF0000;
-        shl.b32 lb, $2, 16;
-        and.b32 hb, $2, 0xFFFF0000;
-        mul.rn.f32 la, la, $3;
-        mul.rn.f32 ha, ha, $3;
-        mul.rn.f32 lb, lb, $3;
-        mul.rn.f32 hb, hb, $3;
-        cvt.rn.satfinite.e4m3x2.f32 c, ha, la;
-        cvt.rn.satfinite.e4m3x2.f32 d, hb, lb;
-        mov.b32 $0, {c, d};
-        }""",
-        "=r,r,r,r",
-        [first, second, multiplier],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    operands = [first, second, multiplier]
+    return tl.inline_asm_elementwise(MULTIPLIED_CODES, "=r,r,r,r", operands, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

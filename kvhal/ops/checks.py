@@ -88,6 +88,20 @@ def record_rows(
     return flat
 
 
+def int32_output(out: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """`out` as an int32 table of `shape`, or a new one when None; its strides are the caller's business.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    if out is None:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+    check_tensor("out", out, (torch.int32,), rank=2)
+    if tuple(out.shape) != shape:
+        reject("out", f"shape {tuple(out.shape)}", str(shape))
+    return out
+
+
 def check_rows(name: str, tensor: torch.Tensor, columns: int | None = None, *, written: bool = False) -> None:
     """A 2-d tensor with contiguous rows and, where given, `columns` columns; a `written` one cannot be replaced by a copy."""
     if columns is not None and tensor.shape[1] != columns:

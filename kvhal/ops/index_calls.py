@@ -18,6 +18,7 @@ from kvhal.ops.checks import (
     check_same_device,
     check_tensor,
     check_writable_rows,
+    int32_output,
     reject,
 )
 from kvhal.ops.repeated import (
@@ -188,11 +189,7 @@ def decode(
 
 
 def _output(out: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-    check_tensor("out", out, INT32, rank=2)
-    if tuple(out.shape) != shape:
-        reject("out", f"shape {tuple(out.shape)}", str(shape))
+    out = int32_output(out, shape, device)
     check_rows("out", out, written=True)
     check_writable_rows("out", out)
     return out

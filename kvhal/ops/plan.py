@@ -11,7 +11,7 @@ from kvhal.binding import bound
 from kvhal.config import Scope, current
 from kvhal.interface import Op
 from kvhal.ops import strict
-from kvhal.ops.checks import check_contiguous, check_int, check_rows, check_same_device, check_tensor, reject
+from kvhal.ops.checks import check_contiguous, check_int, check_rows, check_same_device, check_tensor, int32_output
 from kvhal.ops.repeated import EXPAND_LOAD_PLAN, UNALIGNED, Call, allocator, call_key, find, keep_near, remember
 
 INT32 = (torch.int32,)
@@ -90,7 +90,8 @@ def _expand(
         block_size = check_int("block_size", block_size, 1)
         num_segments = check_int("num_segments", num_segments, 0)
         _check_inputs(spans, block_tables)
-        out = _output(out, num_segments, spans.device)
+        out = int32_output(out, (num_segments, 4), spans.device)
+        check_contiguous("out", out, written=True)
         check_same_device(spans.device, "spans", block_tables=block_tables, out=out)
         if num_segments == 0:
             return out
@@ -110,13 +111,3 @@ def _check_inputs(spans: torch.Tensor, block_tables: torch.Tensor) -> None:
     check_contiguous("spans", spans)
     check_tensor("block_tables", block_tables, INT32, rank=2)
     check_rows("block_tables", block_tables)
-
-
-def _output(out: torch.Tensor | None, num_segments: int, device: torch.device) -> torch.Tensor:
-    if out is None:
-        return torch.empty((num_segments, 4), dtype=torch.int32, device=device)
-    check_tensor("out", out, INT32, rank=2)
-    if tuple(out.shape) != (num_segments, 4):
-        reject("out", f"shape {tuple(out.shape)}", f"({num_segments}, 4)")
-    check_contiguous("out", out, written=True)
-    return out
