@@ -114,7 +114,7 @@ def measure_device(
                 continue
             if not torch.equal(on_device().segments.cpu(), need.segments):
                 raise SystemExit(f"{name}: other segments than the host's")
-            kernel = clock.median_us(_kernels(tables, seqlen, block_size))
+            kernel = clock.median_us(_kernels(tables, seqlen, block_size), 16 * len(need.segments))
             yield {"backend": name, "segments": len(need.segments), **_times(on_device, repeats), "kernel": kernel}
 
 

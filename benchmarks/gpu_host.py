@@ -3,15 +3,16 @@
     python benchmarks/gpu_host.py [OUT.json]
 
 Every operation at one token, for cuda_tilelang and portable_triton. The kernels run on the device as they are; a call is over
-for the host when it is launched. Times are medians of rounds of 300 calls, the device idle before each round. "kernel" is what
-the language itself gives: TileLang's host function, or Triton's compiled kernel with addresses and strides as numbers.
+for the host when it is launched. Times are the least of many rounds of 100 calls, the device idle before each round: a busy
+machine only adds. Rounds of all that is compared take turns. "kernel" is what the language itself gives: TileLang's host
+function, or Triton's compiled kernel with addresses and strides as numbers; "allocation" is torch's for the output that a call
+makes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,22 +25,24 @@ from bench_host import Call, index_calls, record_calls
 
 import kvhal
 from kvhal import config
+from kvhal.bench.timing import Clock, environment
 
-ROUNDS, NUMBER = 9, 300
+ROUNDS, NUMBER = 40, 100
 Direct = Callable[[], object]
 
 
-def host_time(call: Callable[[], object]) -> float:
-    """Microseconds of one call."""
-    times = []
+def host_times(*calls: Callable[[], object]) -> list[float]:
+    """Microseconds of each call."""
+    best = [float("inf")] * len(calls)
     for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(NUMBER):
-            call()
-        times.append((time.perf_counter() - begin) / NUMBER * 1e6)
+        for index, call in enumerate(calls):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(NUMBER):
+                call()
+            best[index] = min(best[index], (time.perf_counter() - begin) / NUMBER * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(times)
+    return best
 
 
 def tilelang_kernels(calls: list[Call]) -> list[Direct]:
@@ -93,13 +96,15 @@ def measure(backend: str) -> list[dict[str, Any]]:
             for built in [pool.submit(copy_context().run, call.public) for call in calls]:
                 built.result()
         kernels = (tilelang_kernels if backend == "cuda_tilelang" else triton_kernels)(calls)
+        rows = torch.zeros((1, 512), dtype=torch.bfloat16, device="cuda")
         found = []
         for call, direct in zip(calls, kernels, strict=True):
-            call.public()
-            kernel, public, again = host_time(direct), host_time(call.public), host_time(direct)
-            kernel = min(kernel, again)
-            row = {"backend": backend, "op": call.name, "public": public, "kernel": kernel}
-            found.append(row | {"ratio": public / kernel, "difference": public - kernel})
+            kernel, public, add, allocation = host_times(
+                direct, call.public, lambda: rows.add_(1), lambda: torch.empty_like(rows)
+            )
+            allocation = allocation if call.name.endswith("new") else 0.0
+            row = {"backend": backend, "op": call.name, "public": public, "kernel": kernel, "allocation": allocation}
+            found.append(row | {"add_": add, "ratio": public / kernel, "difference": public - kernel - allocation})
         return found
 
 
@@ -108,14 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?")
     options = parser.parse_args()
-    rows = torch.zeros((1, 512), dtype=torch.bfloat16, device="cuda")
-    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "add_": host_time(lambda: rows.add_(1))}
+    results: dict[str, Any] = environment(Clock(torch.device("cuda", 0)))
     results["microseconds"] = [row for backend in ("cuda_tilelang", "portable_triton") for row in measure(backend)]
-    print(f"{'microseconds a call':45}{'public':>9}{'kernel':>9}{'ratio':>8}{'more':>8}")
+    print(f"{'microseconds a call':45}{'public':>9}{'kernel':>9}{'ratio':>8}{'alloc':>8}{'more':>8}{'add_':>8}")
     for row in results["microseconds"]:
         name = f"{row['backend']} {row['op']}"
-        print(f"{name:45}{row['public']:9.2f}{row['kernel']:9.2f}{row['ratio']:8.2f}{row['difference']:8.2f}")
-    print(f"{'torch add_':45}{results['add_']:9.2f}")
+        numbers = f"{row['public']:9.2f}{row['kernel']:9.2f}{row['ratio']:8.2f}{row['allocation']:8.2f}"
+        print(f"{name:45}{numbers}{row['difference']:8.2f}{row['add_']:8.2f}")
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 

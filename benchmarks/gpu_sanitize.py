@@ -3,8 +3,8 @@
     python benchmarks/gpu_sanitize.py OUT.json [--backends cuda_tilelang,portable_triton]
 
 Cases are the conformance suite's: the second one of each operation and format, whose metadata is hostile or unaligned, and the
-fused store with every stage. Their bytes are compared too. Memory comes straight from the driver, so that an access beside a
-tensor is an access beside an allocation.
+fused store with every stage; and those again through the kernels for many tokens. Their bytes are compared too. Memory comes
+straight from the driver, so that an access beside a tensor is an access beside an allocation.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvhal.errors import UnsupportedError
 from kvhal.formats import BUILTIN_FORMATS
 from kvhal.interface import FORMAT_OPS, Op
 from kvhal.testing import Case, cases, run_case
+from tests.gpu.small_calls import OPS, no_call_is_small
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
@@ -49,14 +51,17 @@ def run_cases(backend: str) -> None:
     Raises:
         KvhalError: bytes differ.
     """
+    many = [case for case in chosen() if case.op in OPS]
     count = 0
-    for case in chosen():
-        try:
-            run_case(backend, case, "cuda").check()
-        except UnsupportedError as error:
-            print(f"refused: {error}")
-            continue
-        count += 1
+    for kernels, wanted in ((nullcontext(), chosen()), (no_call_is_small(backend), many)):
+        with kernels:
+            for case in wanted:
+                try:
+                    run_case(backend, case, "cuda").check()
+                except UnsupportedError as error:
+                    print(f"refused: {error}")
+                    continue
+                count += 1
     torch.cuda.synchronize()
     print(f"cases: {count}")
 

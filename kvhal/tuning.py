@@ -18,7 +18,8 @@ class Figure:
     Attributes:
         file: its name in benchmarks/results.
         row: field -> value, what tells the row from all others of the file.
-        share: the row's share of the bandwidth of a large copy in the same run.
+        share: the row's share of the bandwidth of a large copy in the same run, or at few tokens of the speed of the smallest
+            kernel.
         against: how many other shapes of that kernel and format the file has; 0: measured, but not chosen among several.
     """
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -28,7 +29,7 @@ from kvhal.ops import (
 from kvhal.ops.checks import check_int, check_type
 from kvhal.platform import usable_device
 
-MANY = 1 << 16  #: tokens, more than any backend's kernels for few tokens take
+MANY = 1 << 15  #: tokens, more than any backend's kernels for few tokens take
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,18 @@ def warmup(
             built.result()
 
 
+def _counts(device: torch.device) -> tuple[int, ...]:
+    """Tokens of a call: one, and many where there may be another kernel for them."""
+    return (1,) if device.type == "cpu" else (1, MANY)
+
+
 def _warm_format(op: Op, layout: KVCacheFormat, block_size: int, device: torch.device) -> None:
     cache = alloc_kv_cache(1, block_size, layout, device).zero_()
     rows = torch.zeros((1, layout.elements), dtype=torch.bfloat16, device=device)
-    for dtype in (torch.int32, torch.int64):
-        slots = torch.zeros(1, dtype=dtype, device=device)
+    for dtype, count in product((torch.int32, torch.int64), _counts(device)):
+        slots = torch.full((count,), -1, dtype=dtype, device=device)
         if op == Op.STORE:
-            store_kv_cache(rows, cache, slots, layout=layout)
-            if device.type != "cpu":  # a device may have another kernel for many tokens: here, a row for no slot
-                none = torch.full((MANY,), -1, dtype=dtype, device=device)
-                store_kv_cache(rows.expand(MANY, -1), cache, none, layout=layout)
+            store_kv_cache(rows.expand(count, -1), cache, slots, layout=layout)
         elif op == Op.LOAD_SLOTS:
             load_kv_slots(cache, slots, layout=layout)
     if op == Op.LOAD:
@@ -132,18 +135,19 @@ def _warm_format(op: Op, layout: KVCacheFormat, block_size: int, device: torch.d
 def _warm_fused(stages: FusedStages, layout: KVCacheFormat, block_size: int, device: torch.device) -> None:
     new = partial(torch.zeros, device=device)
     cache = alloc_kv_cache(1, block_size, layout, device).zero_()
-    for dtype in (torch.int32, torch.int64) if stages.store else (torch.int64,):
+    dtypes = (torch.int32, torch.int64) if stages.store else (torch.int64,)
+    for dtype, count in product(dtypes, _counts(device)):
         rope = None
         if stages.rope_dim:
-            positions, table = new(1, dtype=stages.positions), new((1, stages.rope_dim), dtype=torch.float32)
+            positions, table = new(count, dtype=stages.positions), new((1, stages.rope_dim), dtype=torch.float32)
             rope = RopeArgs(positions, table, stages.rope_dim, stages.is_neox_style, stages.offset)
         fused_norm_rope_hadamard_cast_store_kvcache(
-            new((1, layout.elements), dtype=stages.rows),
+            new((1, layout.elements), dtype=stages.rows).expand(count, -1),
             norm_args=None if stages.norm is None else NormArgs(new(layout.elements, dtype=stages.norm)),
             rope_args=rope,
             hadamard_args=HadamardArgs() if stages.hadamard else None,
             cast_args=CastArgs.for_layout(layout, cast_back=stages.cast_back),
-            out_args=KVCacheOutArgs(cache, new(1, dtype=dtype), layout) if stages.store else None,
+            out_args=KVCacheOutArgs(cache, new(count, dtype=dtype) - 1, layout) if stages.store else None,
         )
 
 

@@ -98,12 +98,9 @@ def _plan(document: dict[str, Any]) -> str:
 
 
 def _host(document: dict[str, Any]) -> str:
-    rows = [
-        (row["op"], row["backend"], *(f"{row[name]:.2f}" for name in ("public", "kernel", "difference", "ratio")))
-        for row in document["microseconds"]
-    ]
-    table = markdown_table(("operation", "backend", "public", "kernel", "more", "ratio"), rows)
-    return f"{table}\n\ntorch's own `add_` on the same machine: {document['add_']:.2f}."
+    names = ("public", "kernel", "allocation", "difference", "ratio", "add_")
+    rows = [(row["op"], row["backend"], *(f"{row[name]:.2f}" for name in names)) for row in document["microseconds"]]
+    return markdown_table(("operation", "backend", "public", "kernel", "allocation", "more", "ratio", "`add_`"), rows)
 
 
 def _sanitize(document: dict[str, Any]) -> str:

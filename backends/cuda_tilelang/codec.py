@@ -40,7 +40,7 @@ class Octets:
 
     Attributes:
         count: octets of a record.
-        lanes: lanes that share one token, a power of two.
+        lanes: lanes that share one token, a power of two; more than a warp's only in kernels that say so.
         rounds: octets of one token that a lane holds; octet ``round * lanes + lane``.
         group: octets that share a scale factor.
         data_bytes: bytes of an octet's quantised data.
@@ -75,14 +75,15 @@ class Octets:
         return WARP // self.lanes
 
 
-def source(geometry: CacheGeometry, row_alignment: int) -> str:
+def source(geometry: CacheGeometry, row_alignment: int, octets: Octets | None = None) -> str:
     """The prelude of a kernel: constants of the format, then the functions that it can call, in namespace ``kv``.
 
     Args:
         geometry: where the records lie; the host has checked that a cache's base and block stride are aligned.
         row_alignment: bytes that divide every bf16 row's address and stride.
+        octets: how they lie, where it is not as `Octets.of` says.
     """
-    layout, octets = geometry.layout, Octets.of(geometry.layout)
+    layout, octets = geometry.layout, octets or Octets.of(geometry.layout)
     functions = [MEMORY, FLOATS]
     if layout.quantized_dtype is not None:
         functions += [

@@ -43,7 +43,8 @@ __device__ __forceinline__ float inverse_root(float x) {
 }
 """
 
-#: weights lie in shared memory, the first halves of all octets before the second ones, so that lanes read side by side;
+#: weights lie in shared memory, the first halves of all octets before the second ones, so that lanes read side by side, or,
+#: not STAGED, in a lane's registers;
 #: the sum of squares is a tree over adjacent pairs: inside an octet, across lanes, then across rounds. With two rounds, even
 #: lanes sum the first and odd lanes the second, which halves the exchanges and changes no pair.
 NORM = r"""
@@ -69,8 +70,19 @@ __device__ __forceinline__ void stage_bf16(float* shared, const void* weight) { 
 __device__ __forceinline__ void stage_fp32(float* shared, const void* weight) { stage<4>(shared, weight); }
 __device__ __forceinline__ float across(float sum, int from) {
 #pragma unroll
-  for (int n = from; n < LANES; n *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, n));
+  for (int n = from; n < LANES && n < 32; n *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, n));
+  if constexpr (LANES == 64) {  // two warps share the token
+    __shared__ float halves[2 * TOKENS_A_BLOCK];
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) halves[warp] = sum;
+    __syncthreads();
+    sum = __fadd_rn(halves[warp & ~1], halves[warp | 1]);
+  }
   return sum;
+}
+__device__ __forceinline__ float4 weights(const float* weight, int half, int lane) {
+  if constexpr (STAGED) return ((const float4*)weight)[half % 2 * SLOTS + half / 2 * LANES + lane];
+  return make_float4(weight[4 * half], weight[4 * half + 1], weight[4 * half + 2], weight[4 * half + 3]);
 }
 __device__ __forceinline__ void norm(float* v, const float* weight, float eps, int lane) {
   float sum[ROUNDS];
@@ -103,7 +115,7 @@ __device__ __forceinline__ void norm(float* v, const float* weight, float eps, i
   const float r = inverse_root(__fadd_rn(mean, eps));
 #pragma unroll
   for (int h = 0; h < 2 * ROUNDS; ++h) {  // half octets
-    const float4 w = ((const float4*)weight)[h % 2 * SLOTS + h / 2 * LANES + lane];
+    const float4 w = weights(weight, h, lane);
     v[4 * h] = __fmul_rn(__fmul_rn(v[4 * h], r), w.x);
     v[4 * h + 1] = __fmul_rn(__fmul_rn(v[4 * h + 1], r), w.y);
     v[4 * h + 2] = __fmul_rn(__fmul_rn(v[4 * h + 2], r), w.z);

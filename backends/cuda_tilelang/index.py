@@ -6,7 +6,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kvhal.backends.cuda_tilelang.build import Kernel, kernel, launcher
+from kvhal.backends.cuda_tilelang.build import Kernel, await_producers, kernel, launcher
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
@@ -52,6 +52,11 @@ def table(rows: Any, width: Any, name: str) -> Any:
     return T.StridedTensor((rows, width), strides, "int32")
 
 
+def unsigned_quotient(number: Any, divisor: Any) -> Any:
+    """int32 quotient of numbers that are not negative; a signed division would be longer."""
+    return T.cast(T.truncdiv(T.cast(number, "uint32"), T.cast(divisor, "uint32")), "int32")
+
+
 def convert_kernel(threads: int) -> Any:
     batch, queries, k, width = T.dynamic("batch"), T.dynamic("queries"), T.dynamic("k"), T.dynamic("width")
     batch_stride, query_stride = T.dynamic("batch_stride", "int64"), T.dynamic("query_stride", "int64")
@@ -61,24 +66,23 @@ def convert_kernel(threads: int) -> Any:
     def convert(
         topk: T.StridedTensor((batch, queries, k), (batch_stride, query_stride, step), "int32"),
         block_tables: table(batch, width, "tables"),
-        context_lens: table(batch, queries, "lens"),
+        lens: table(batch, queries, "lens"),
         block_size: T.int32,
     ):
         with T.Kernel(batch * queries, T.ceildiv(k, threads), threads=threads) as (row, part):
-            T.pdl_sync()
-            sequence, query = T.truncdiv(row, queries), T.truncmod(row, queries)
+            sequence = T.alloc_var("int32", init=unsigned_quotient(row, queries))
+            query = T.alloc_var("int32", init=row - sequence * queries)
+            await_producers(batch * queries * T.ceildiv(k, threads))
             column = part * threads + T.get_thread_binding()
             if column < k:
-                slot = T.alloc_var("int32", init=-1)
                 index = T.alloc_var("int32", init=topk[sequence, query, column])
-                if (column < context_lens[sequence, query]) & (index >= 0):
-                    page = T.truncdiv(index, block_size)
-                    if page < width:
-                        block = T.alloc_var("int64", init=T.cast(block_tables[sequence, page], "int64"))
-                        wide = block * block_size + T.truncmod(index, block_size)
-                        if (block >= 0) & (wide <= INT32_MAX):
-                            slot = T.cast(wide, "int32")
-                topk[sequence, query, column] = slot
+                length = T.alloc_var("int32", init=lens[sequence, query])
+                page = T.alloc_var("int32", init=unsigned_quotient(index, block_size))
+                block = T.alloc_var("int64", init=-1)
+                if (column < length) & (index >= 0) & (page < width):
+                    block = T.cast(block_tables[sequence, page], "int64")
+                slot = T.alloc_var("int64", init=block * block_size + (index - page * block_size))
+                topk[sequence, query, column] = T.if_then_else((block >= 0) & (slot <= INT32_MAX), T.cast(slot, "int32"), -1)
 
     return convert
 
@@ -114,7 +118,7 @@ def expand_kernel(threads: int) -> Any:
     @T.prim_func
     def expand(pivots: T.Tensor((n, 4), "int32"), out: table(n, width, "out")):
         with T.Kernel(n, T.ceildiv(width, threads), threads=threads) as (row, part):
-            T.pdl_sync()
+            await_producers(n * T.ceildiv(width, threads))
             column = part * threads + T.get_thread_binding()
             if column < width:
                 first = T.max(pivots[row, 1], 0)
@@ -134,7 +138,7 @@ def window_kernel(threads: int) -> Any:
     @T.prim_func
     def window(offset_len: T.Tensor((n, 2), "int32"), block_size: T.int32, out: table(n, width, "out")):
         with T.Kernel(n, T.ceildiv(width, threads), threads=threads) as (row, part):
-            T.pdl_sync()
+            await_producers(n * T.ceildiv(width, threads))
             column = part * threads + T.get_thread_binding()
             if column < width:
                 start = T.alloc_var("int32", init=offset_len[row, 0])

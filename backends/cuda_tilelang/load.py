@@ -8,6 +8,7 @@ import torch
 
 from kvhal.backends.cuda_tilelang.build import (
     BF16_BYTES,
+    FEW_BLOCKS,
     ROW_ALIGNMENT,
     SLOT_DTYPES,
     Kernel,
@@ -23,6 +24,7 @@ from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry, sf_output
 
+MANY_BLOCKS = 8 * FEW_BLOCKS  #: as FEW_BLOCKS, of a load by segments, whose thread blocks have more to do
 SF_TYPES = {torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8", torch.float8_e4m3fn: "float8_e4m3fn"}
 
 
@@ -126,7 +128,7 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: t
             sf = T.alloc_local((tokens * rounds,), "uint32")
             thread = T.get_thread_binding()
             lane = thread % lanes
-            T.pdl_sync()
+            await_segments(segments, program, tiles, segment_count)
             block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
             mine = first + thread // WARP * (tokens * side) + thread % WARP // lanes
             for i in T.unroll(tokens):
@@ -146,6 +148,16 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: t
                         put_record(out, shift + mine + i * side, octet, data[at * words], sf[at])
 
     return load
+
+
+@T.macro
+def await_segments(segments, program, tiles, segment_count):
+    """As `build.await_producers`; meanwhile the thread block of a segment's first tile has the segment brought to L2."""
+    if segment_count * tiles <= MANY_BLOCKS:
+        T.pdl_trigger()
+        if (program % tiles == 0) & (T.get_thread_binding() == 0):
+            call("kv::prefetch", T.address_of(segments[program // tiles, 0]))
+    T.pdl_sync()
 
 
 @T.macro
@@ -184,6 +196,9 @@ def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
             thread = T.get_thread_binding()
             lane = thread % lanes
             first = T.cast(group * warps + thread // WARP, "int64") * step + thread % WARP // lanes
+            if T.ceildiv(n, step * warps) <= FEW_BLOCKS:
+                T.pdl_trigger()
+                call("kv::prefetch", T.address_of(slots[T.min(first, n - 1)]))
             T.pdl_sync()
             for i in T.unroll(tokens):
                 slot[i] = T.int64(-1)
@@ -238,7 +253,7 @@ def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tu
         with T.Kernel(segment_count * tiles, threads=threads, prelude=source(geometry, alignment)) as program:
             data = T.alloc_local((steps * words,), "uint32")
             thread = T.get_thread_binding()
-            T.pdl_sync()
+            await_segments(segments, program, tiles, segment_count)
             block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
             valid = (block >= 0) & (block < blocks)
             for i in T.unroll(steps):

@@ -5,7 +5,7 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from kvhal.backends.cuda_tilelang.build import Kernel, aligned, kernel, launcher
+from kvhal.backends.cuda_tilelang.build import Kernel, aligned, await_producers, kernel, launcher
 from kvhal.backends.cuda_tilelang.index import table
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.interface import Launcher, Request
@@ -39,7 +39,7 @@ def plan_kernel(lanes: int, threads: int) -> Any:
         out: T.Tensor((count, 4), "int32"),
     ):
         with T.Kernel(T.ceildiv(count, threads), threads=threads) as part:
-            T.pdl_sync()
+            await_producers(T.ceildiv(count, threads))
             segment = part * threads + T.get_thread_binding()
             if segment < count:
                 result = T.alloc_local((4,), "int32")

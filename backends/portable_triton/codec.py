@@ -167,6 +167,14 @@ def without_inf(wide):
 
 
 @triton.jit
+def finite_groups(wide):
+    """fp32 bit patterns [T, groups, group] without infinities, and each group's largest magnitude that is a number."""
+    wide = without_inf(wide)
+    # NaNs become negative numbers, which a signed maximum skips
+    return wide, tl.maximum(tl.max((wide & FP32_MAGNITUDE) + NAN_WRAP, axis=2), NAN_WRAP) - NAN_WRAP
+
+
+@triton.jit
 def scale_e4m3(largest, rec: tl.constexpr):
     """Scales (int32: ue8m0 bytes or fp32 bit patterns) and fp32 multipliers of e4m3 groups.
 
@@ -194,10 +202,11 @@ def quantise_e4m3(bits, rec: tl.constexpr):
         codes uint8 of the same shape, and scales int32 [T, groups]: ue8m0 bytes or fp32 bit patterns.
     """
     wide, largest = group_magnitudes(bits, rec)
-    if tl.max(tl.max(largest, axis=0), axis=0) >= FP32_INF:  # rare: an Inf or a NaN somewhere in the tile
-        wide = without_inf(wide)
-        # NaNs become negative numbers, which a signed maximum skips
-        largest = tl.maximum(tl.max((wide & FP32_MAGNITUDE) + NAN_WRAP, axis=2), NAN_WRAP) - NAN_WRAP
+    if rec.guarded:
+        if tl.max(tl.max(largest, axis=0), axis=0) >= FP32_INF:  # an Inf or a NaN somewhere in the tile
+            wide, largest = finite_groups(wide)
+    else:
+        wide, largest = finite_groups(wide)
     scale, multiplier = scale_e4m3(largest, rec)
     value = wide.to(tl.float32, bitcast=True) * multiplier[:, :, None]
     return tl.reshape(encode_e4m3(value, rec.native), bits.shape), scale

@@ -159,6 +159,17 @@ def round_e2m1(value, ptx: tl.constexpr):
 
 
 @triton.jit
+def any_values(wide, raw, scale, multiplier, rec: tl.constexpr):
+    """What `round_e2m1` takes of any groups, and their scales: saturated, Inf as a number; a group with a NaN says so."""
+    value = without_inf(wide).to(tl.float32, bitcast=True) * multiplier[:, :, None]
+    value = tl.clamp(value, -E2M1_TOP, E2M1_TOP)
+    # e2m1 has no NaN: the scale says it, and the codes are zero
+    poisoned = raw > FP32_INF
+    nan: tl.constexpr = UE8M0_NAN if rec.sf_format == "ue8m0" else E4M3_NAN
+    return tl.where(poisoned[:, :, None], 0.0, value), tl.where(poisoned, nan, scale)
+
+
+@triton.jit
 def quantise_e2m1(bits, rec: tl.constexpr):
     """A tile's e2m1 codes, eight to an int32, and scales.
 
@@ -171,15 +182,12 @@ def quantise_e2m1(bits, rec: tl.constexpr):
     wide, raw = group_magnitudes(bits, rec)
     largest = tl.minimum(raw, LARGEST)
     scale, multiplier = scale_e2m1(largest, rec)
-    top = (raw.to(tl.float32, bitcast=True) * multiplier).to(tl.int32, bitcast=True)
-    if tl.max(tl.max(top, axis=0), axis=0) > E2M1_SAFE:  # rare: something saturates, or an Inf or a NaN in the tile
-        value = without_inf(wide).to(tl.float32, bitcast=True) * multiplier[:, :, None]
-        value = tl.clamp(value, -E2M1_TOP, E2M1_TOP)
-        # e2m1 has no NaN: the scale says it, and the codes are zero
-        poisoned = raw > FP32_INF
-        value = tl.where(poisoned[:, :, None], 0.0, value)
-        nan: tl.constexpr = UE8M0_NAN if rec.sf_format == "ue8m0" else E4M3_NAN
-        scale = tl.where(poisoned, nan, scale)
+    if rec.guarded:
+        top = (raw.to(tl.float32, bitcast=True) * multiplier).to(tl.int32, bitcast=True)
+        if tl.max(tl.max(top, axis=0), axis=0) > E2M1_SAFE:  # something saturates, or an Inf or a NaN in the tile
+            value, scale = any_values(wide, raw, scale, multiplier, rec)
+        else:
+            value = wide.to(tl.float32, bitcast=True) * multiplier[:, :, None]
     else:
-        value = wide.to(tl.float32, bitcast=True) * multiplier[:, :, None]
+        value, scale = any_values(wide, raw, scale, multiplier, rec)
     return round_e2m1(tl.reshape(value, bits.shape), rec.ptx), scale

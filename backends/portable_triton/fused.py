@@ -7,9 +7,9 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes, round_bf16, to_fp32
+from kvhal.backends.portable_triton.codec import BF16_LOW, decode_scale, dequantise_codes, round_bf16, to_fp32
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
-from kvhal.backends.portable_triton.launch import Kernel, await_producers, launch_shape
+from kvhal.backends.portable_triton.launch import Kernel, await_producers, few_shape, launch_shape
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.packed import addresses, pair_bf16, rows_of
 from kvhal.backends.portable_triton.record import by_pairs, record_of, whole_octets
@@ -78,7 +78,7 @@ def fused_kernel(
         low, high = tl.split(tl.reshape(x, (tokens, rec.tile // 2, 2)))
         data, scale = quantise_packed(pair_bf16(low, high), rec)
     else:
-        data, scale = quantise(masked_bits(x, rec), rec)
+        data, scale = quantise(masked_bits(x, stages.hadamard, rec), rec)
     if stages.store:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
         write_records(base, sf_base, ok, data, scale, rec)
@@ -110,9 +110,16 @@ def load_weights(weight_ptr, rows: tl.constexpr, rec: tl.constexpr):
 
 
 @triton.jit
-def masked_bits(x, rec: tl.constexpr):
-    """bf16 bits int16 [T, tile] of fp32, zero where there is no element."""
-    bits = round_bf16(x, rec.native)
+def masked_bits(x, alone: tl.constexpr, rec: tl.constexpr):
+    """bf16 bits int16 [T, tile] of fp32, zero where there is no element.
+
+    Args:
+        alone: neighbours are in other lanes, where the cast of a single number is a slower instruction than that of a pair.
+    """
+    if alone and rec.native:
+        bits = (pair_bf16(x, tl.zeros_like(x)) & BF16_LOW).to(tl.int16)
+    else:
+        bits = round_bf16(x, rec.native)
     if not rec.dense:
         _, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
         bits = tl.where(exists[None, :], bits, 0)
@@ -138,19 +145,22 @@ def bind_fused_store(request: Request) -> Launcher:
     packed = by_pairs(record)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
     kernels: dict[tuple, tuple[Kernel, int]] = {}
+    limit, few_warps = few_shape("fused_few", record, request.platform)
 
-    def kernel_of(octets: bool, norm: NormArgs | None, rope: RopeArgs | None, *flags: bool) -> tuple[Kernel, int]:
+    def kernel_of(octets: bool, few: bool, norm: NormArgs | None, rope: RopeArgs | None, *flags: bool) -> tuple[Kernel, int]:
         rotation = (0, 0, False) if rope is None else (rope.rope_dim, _offset(rope), rope.is_neox_style)
-        key = (octets, norm is None, rotation, flags)
+        key = (octets, few, norm is None, rotation, flags)
         kernel = kernels.get(key)
         if kernel is None:
             stages = Stages(norm is not None, *rotation, *flags, scale=record.elements**-0.5)
             # ptxas 12.8 packs four codes of the hardware's cast to a register and, where single codes are used again, reads
             # another one (wrong bytes on an H200): kernels that give rows back encode by integers
-            codec = replace(record, native=False) if stages.back else packed
+            codec = replace(record, native=False) if stages.back else record if few else packed
+            codec = replace(codec, guarded=not few)
             # of a Hadamard transform and a single group by pairs Triton makes code that spills kilobytes a lane
             codec = replace(codec, pairs=codec.pairs and octets and not (stages.hadamard and record.groups == 1))
-            tokens, warps = launch_shape("fused_pairs" if codec.pairs else "fused", codec, request.platform.arch)
+            name = "fused_pairs" if codec.pairs else "fused"
+            tokens, warps = (1, few_warps) if few else launch_shape(name, codec, request.platform.arch)
             kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps, request.platform), tokens
         return kernel
 
@@ -163,8 +173,9 @@ def bind_fused_store(request: Request) -> Launcher:
         weight, eps = (kv, 0.0) if norm is None else (norm.weight, norm.eps)
         positions, table = (kv, kv) if rope is None else (rope.positions, rope.cos_sin_cache)
         blocks, block_stride = (0, 0) if cache is None else (cache.shape[0], cache.stride(0) // unit)
-        octets = packed.pairs and whole_octets(kv)
-        kernel, tokens = kernel_of(octets, norm, rope, hadamard is not None, cache is not None, back is not None)
+        few = n <= limit
+        octets = packed.pairs and not few and whole_octets(kv)
+        kernel, tokens = kernel_of(octets, few, norm, rope, hadamard is not None, cache is not None, back is not None)
         kernel(
             (n + tokens - 1) // tokens,
             kv,

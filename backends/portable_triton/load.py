@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
-from kvhal.backends.portable_triton.launch import Kernel, await_producers, launch_shape
+from kvhal.backends.portable_triton.launch import Kernel, await_producers, few_shape, launch_shape
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.backends.portable_triton.store import element_of, record_bases, resolve_slots, word_of
 from kvhal.interface import Launcher, Request
@@ -225,12 +225,18 @@ def bind_load_slots(request: Request) -> Launcher:
     """The launcher of LOAD_SLOTS (kvhal.interface, "Launchers")."""
     layout = request.layout
     record = record_of(layout, request.block_size, request.platform)
-    tokens, warps = launch_shape("slots", record, request.platform.arch)
-    kernel = Kernel(load_slots_kernel, (record, tokens), warps, request.platform)
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
+
+    def kernel_of(tokens, warps):
+        return Kernel(load_slots_kernel, (record, tokens), warps, request.platform), tokens
+
+    many = kernel_of(*launch_shape("slots", record, request.platform.arch))
+    limit, warps = few_shape("slots_few", record, request.platform)
+    few = kernel_of(1, warps)
 
     def launch(cache, slots, out):
         n = slots.shape[0]
+        kernel, tokens = few if n <= limit else many
         programs = (n + tokens - 1) // tokens
         kernel(programs, cache, slots, out, out.stride(0), n, cache.shape[0], cache.stride(0) // unit)
 

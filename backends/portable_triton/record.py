@@ -44,6 +44,8 @@ class Record:
         ptx: instructions may be written in PTX: an NVIDIA device, not the interpreter.
         narrow: e4m3 codes are written eight bytes a lane, so that a lane holds as many elements as of cos and sin.
         pairs: elements are quantised two a register (see packed).
+        guarded: a program looks for numbers that are rare and need more steps, and leaves those out where there is none; in a
+            program of one token the looking takes longer than the steps.
     """
 
     dtype: str
@@ -71,6 +73,7 @@ class Record:
     ptx: bool
     narrow: bool = False
     pairs: bool = False
+    guarded: bool = True
 
     @property
     def tile(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import BF16_LOW, BF16_SHIFT, quantise_e4m3
 from kvhal.backends.portable_triton.codec_e2m1 import quantise_e2m1
-from kvhal.backends.portable_triton.launch import Kernel, await_producers, launch_shape
+from kvhal.backends.portable_triton.launch import Kernel, await_producers, few_shape, launch_shape
 from kvhal.backends.portable_triton.packed import addresses, items_of, quantise_pairs, rows_of
 from kvhal.backends.portable_triton.packed_e2m1 import quantise_pairs_e2m1
 from kvhal.backends.portable_triton.record import Record, by_pairs, record_of, whole_octets
@@ -181,16 +183,18 @@ def bind_store(request: Request) -> Launcher:
     packed = by_pairs(record) if packed_store(record) else record
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 
-    def kernel_of(record):
-        tokens, warps = launch_shape("store_pairs" if record.pairs else "store", record, request.platform.arch)
+    def kernel_of(record, tokens, warps):
         return Kernel(store_kernel, (record, tokens), warps, request.platform), tokens
 
-    plain = kernel_of(record)
-    by_octets = kernel_of(packed) if packed.pairs else plain
+    arch = request.platform.arch
+    plain = kernel_of(record, *launch_shape("store", record, arch))
+    by_octets = kernel_of(packed, *launch_shape("store_pairs", packed, arch)) if packed.pairs else plain
+    limit, warps = few_shape("store_few", record, request.platform)
+    few = kernel_of(replace(record, guarded=False), 1, warps)
 
     def launch(kv, cache, slots):
         n = kv.shape[0]
-        kernel, tokens = by_octets if packed.pairs and whole_octets(kv) else plain
+        kernel, tokens = few if n <= limit else by_octets if packed.pairs and whole_octets(kv) else plain
         blocks, stride = cache.shape[0], cache.stride(0) // unit
         kernel((n + tokens - 1) // tokens, kv, kv.stride(0), cache, slots, n, blocks, stride)
 

@@ -4,6 +4,7 @@ store, fused, load, slots  (elements a program, tokens at least, warps): as many
                            a larger record gets a program of its own, with as many times the warps
 store_pairs, fused_pairs   the same of kernels that quantise two elements a register: eight lanes a row (see packed)
 raw                        (bytes of data a program, tokens at least, warps), likewise
+*_few                      (elements a warp, tokens at most): calls of so few give each token a program of its own
 others                     (table entries a program, warps)
 All are powers of two.
 """
@@ -28,7 +29,14 @@ def measured(shape: Shape, op: str, layout: str, share: float) -> Choice:
     return Choice(shape, Figure("h200_bench.json", row, share))
 
 
+def few(shape: Shape, op: str, layout: str, share: float) -> Choice:
+    """Chosen from elements a warp, and from the kernel for many tokens, at 128 tokens; the limit from the rows of others."""
+    row = {"backend": "portable_triton", "op": op, "format": layout, "tokens": 128, "shape": [shape[0], 1 << 30]}
+    return Choice(shape, Figure("h200_few_tokens.json", row, share, 3))
+
+
 STORE, LOAD, FUSED = "store_kv_cache", "load_paged_kv_cache", "fused_norm_rope_hadamard_cast_store_kvcache"
+SLOTS = "load_kv_slots"
 
 TABLE = Table(
     tuned={
@@ -42,12 +50,17 @@ TABLE = Table(
             ("load", "e4m3"): explored((2048, 1, 4), LOAD, "V41_FORMAT", 0.9127, 8, (4, 4)),
             ("load", "e2m1"): explored((2048, 1, 1), LOAD, "V41_FP4_FORMAT", 0.8694, 8, (4, 1)),
             ("load", None): explored((2048, 1, 1), LOAD, "BF16_FORMAT", 0.9520, 0),
-            ("slots", "e4m3"): explored((2048, 1, 1), "load_kv_slots", "V41_FORMAT", 0.8939, 0),
-            ("slots", "e2m1"): explored((2048, 1, 1), "load_kv_slots", "V41_FP4_FORMAT", 0.8713, 0),
-            ("slots", None): explored((2048, 1, 1), "load_kv_slots", "BF16_FORMAT", 0.9513, 0),
+            ("slots", "e4m3"): explored((2048, 1, 1), SLOTS, "V41_FORMAT", 0.8939, 0),
+            ("slots", "e2m1"): explored((2048, 1, 1), SLOTS, "V41_FP4_FORMAT", 0.8713, 0),
+            ("slots", None): explored((2048, 1, 1), SLOTS, "BF16_FORMAT", 0.9513, 0),
+            ("store_few", "e4m3"): few((256, 256), STORE, "V41_FORMAT", 1.0785),
+            ("store_few", "e2m1"): few((256, 1024), STORE, "V41_FP4_FORMAT", 1.0419),
+            ("fused_few", "e4m3"): few((256, 2048), FUSED, "V41_FORMAT", 0.7841),
+            ("fused_few", "e2m1"): few((256, 2048), FUSED, "V41_FP4_FORMAT", 0.7373),
+            ("slots_few", "e4m3"): few((256, 512), SLOTS, "V41_FORMAT", 1.0509),
+            ("slots_few", "e2m1"): few((256, 512), SLOTS, "V41_FP4_FORMAT", 1.0522),
             ("raw", "e4m3"): explored((4096, 1, 2), LOAD, "MXFP8_INDEX_KV_FORMAT", 0.8170, 7),
             ("raw", "e2m1"): explored((4096, 1, 2), LOAD, "FP4_INDEX_KV_FORMAT", 0.7099, 7),
-            ("convert", None): measured((1024, 4), "convert_kv_index", "-", 0.2042),
             ("cat", None): measured((1024, 4), "kv_index_cat", "-", 0.3254),
         },
     },
@@ -58,8 +71,14 @@ TABLE = Table(
         **{(kernel, dtype): (2048, 1, 1) for kernel in ("load", "slots") for dtype in ("e4m3", "e2m1", None)},
         # eight lanes a row, so four rows a warp
         **{(kernel, dtype): (1024, 4, 1) for kernel in ("store_pairs", "fused_pairs") for dtype in ("e4m3", "e2m1")},
+        **{("store_few", dtype): (256, most) for dtype, most in (("e4m3", 256), ("e2m1", 1024), (None, 0))},
+        **{("fused_few", dtype): (256, 2048) for dtype in ("e4m3", "e2m1")},
+        **{("slots_few", dtype): (256, 512) for dtype in ("e4m3", "e2m1")},
+        ("fused_few", None): (512, 2048),
+        ("slots_few", None): (512, 0),
         **{("raw", dtype): (4096, 1, 2) for dtype in ("e4m3", "e2m1")},
-        **{(kernel, None): (1024, 4) for kernel in ("convert", "cat", "expand", "window")},
+        **{(kernel, None): (128, 4) for kernel in ("convert", "window")},
+        **{(kernel, None): (1024, 4) for kernel in ("cat", "expand")},
         ("plan", None): (256, 4),
     },
     command="python benchmarks/gpu_triton.py OUT.json --variants",

@@ -25,7 +25,8 @@ from kvhal.version import __version__
 REFERENCE = "reference_torch"
 ROTATION_BYTES = 1 << 28  #: buffers rotated through add up to this, several times any L2
 MAX_ROTATION = 32
-STREAM = 16  #: calls in a row at least, so that what lies between two graphs does not count
+#: bytes that a graph moves in all, in calls at least and at most: what lies between two graphs must not count
+STREAM_BYTES, STREAM = 1 << 33, (16, 128)
 REPEATS = 21
 CPU_SECONDS = 0.5  #: time spent on one cell on a CPU
 HOST_CALLS = 300
@@ -85,11 +86,18 @@ class Clock:
         self.copy_gbs = 2 * size / self._time(lambda: target.copy_(source), replay=False) / 1e3
         self.trash = source[: ROTATION_BYTES if device.type != "cpu" else 0]
         one = torch.zeros(1, device=device)
-        self.empty_us = self.median_us([lambda: one.add_(1)] * MAX_ROTATION)
+        self.empty_us = self.median_us([lambda: one.add_(1)], 1)
 
-    def median_us(self, calls: list[Callable[[], Any]]) -> float:
-        """Microseconds of one call, the median of many rounds over all of `calls`, on a device several in a row."""
-        rounds = 1 if self.device.type == "cpu" else -(-STREAM // len(calls))
+    def median_us(self, calls: list[Callable[[], Any]], moved: int) -> float:
+        """Microseconds of one call, the median of many rounds over all of `calls`, on a device many in a row.
+
+        Args:
+            calls: equal ones on buffers of their own.
+            moved: bytes that each of them moves.
+        """
+        least, most = STREAM
+        count = min(most, max(least, STREAM_BYTES // max(1, moved)))
+        rounds = 1 if self.device.type == "cpu" else -(-count // len(calls))
 
         def run() -> None:
             for call in calls * rounds:
@@ -180,7 +188,7 @@ def measure(
         verify(first, make_work(op, layout, tokens, block_size, pattern, clock.device, 0), backend)
         count = 1 if clock.device.type == "cpu" else min(MAX_ROTATION, max(1, ROTATION_BYTES // first.bytes))
         works = [first] + [make_work(op, layout, tokens, block_size, pattern, clock.device, n) for n in range(1, count)]
-        median = clock.median_us([work.call for work in works])
+        median = clock.median_us([work.call for work in works], first.bytes)
         alone = clock.alone_us(first.call)
         host = clock.host_us(first.call) if tokens <= HOST_TOKENS and clock.device.type != "cpu" else None
     gbs = first.bytes / median / 1e3

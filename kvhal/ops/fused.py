@@ -55,8 +55,10 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
         if rope_args is not None:
             address |= rope_args.cos_sin_cache.data_ptr()
         if not address & UNALIGNED:
-            back: torch.Tensor | None = call.new()
-            cache, slots = (None, None) if out_args is None else (out_args.kv_cache, out_args.slot_mapping)
+            back: torch.Tensor | None = call.new() if call.fresh else None
+            cache = slots = None
+            if out_args is not None:
+                cache, slots = out_args.kv_cache, out_args.slot_mapping
             call.prepared(kv, norm_args, rope_args, hadamard_args, cache, slots, back)
             return back
     return fused(scope, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)

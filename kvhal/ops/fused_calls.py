@@ -87,7 +87,10 @@ def fused(
 def as_before(
     scalars: tuple[Any, ...], kv: Any, norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any
 ) -> tuple[Any, ...] | None:
-    """The tensors of a call whose other arguments are those that `scalars_of` took from another one; None when they are not."""
+    """The tensors of a call whose other arguments are those that `scalars_of` took from another one; None when they are not.
+
+    Numbers are mostly the same objects as before, and else compared by value and class.
+    """
     kinds, known_cast, eps, rotation, layout = scalars
     if kinds != (type(norm), type(rope), type(hadamard), type(out)):
         return None
@@ -95,14 +98,14 @@ def as_before(
         return None
     tensors: tuple[Any, ...] = (kv,)
     if norm is not None:
-        if norm.eps != eps or type(norm.eps) is not type(eps):
+        if norm.eps is not eps and not _alike(norm.eps, eps):
             return None
         tensors += (norm.weight,)
     if rope is not None:
         width, neox, offset = rotation
-        if rope.rope_dim != width or type(rope.rope_dim) is not int or rope.is_neox_style is not neox:
+        if rope.is_neox_style is not neox or (rope.rope_dim is not width and not _alike(rope.rope_dim, width)):
             return None
-        if rope.offset != offset or type(rope.offset) is not type(offset):
+        if rope.offset is not offset and not _alike(rope.offset, offset):
             return None
         tensors += (rope.positions, rope.cos_sin_cache)
     if out is not None:
@@ -110,6 +113,11 @@ def as_before(
             return None
         tensors += (out.kv_cache, out.slot_mapping)
     return tensors
+
+
+def _alike(have: Any, known: Any) -> bool:
+    """Whether a number can stand for another one: True == 1 == 1.0."""
+    return type(have) is type(known) and have == known
 
 
 def scalars_of(norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> tuple[Any, ...] | None:

@@ -57,7 +57,8 @@ def _fused() -> dict[str, Job]:
         "MXFP8_INDEX_KV_FORMAT": EVERYTHING,
         "BF16_FORMAT": BACK_ONLY,
     }
-    return {f"fused_{name}": job(fused.fused_kernel, BUILTIN_FORMATS[name], 3, on) for name, on in stages.items()}
+    found = {f"fused_{name}": job(fused.fused_kernel, BUILTIN_FORMATS[name], 3, on) for name, on in stages.items()}
+    return found | {f"fused_few_{name}": (fused.few_kernel, BUILTIN_FORMATS[name], 3, on) for name, on in stages.items()}
 
 
 GROUPS = {"stores": _stores, "loads": _loads, "slots and indices": _slots_and_indices, "fused": _fused}

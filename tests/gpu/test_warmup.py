@@ -15,15 +15,17 @@ BLOCK_SIZE = 29  # no other test builds for it
 
 @pytest.mark.parametrize("backend", ["cuda_tilelang", "portable_triton"])
 @pytest.mark.parametrize("layout", [kvhal.V41_FORMAT, kvhal.V41_FP4_FORMAT], ids=str)
-def test_a_fused_store_is_captured_at_once(backend: str, layout: kvhal.KVCacheFormat) -> None:
+@pytest.mark.parametrize("n", [37, 2000])
+def test_a_fused_store_is_captured_at_once(backend: str, layout: kvhal.KVCacheFormat, n: int) -> None:
     """Norm, rotary embedding and cast-back; the graph's bytes are those of an eager call."""
     kind = FusedStages(norm=torch.bfloat16, rope_dim=64, cast_back=True)
-    n, device = 37, torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
     kv = torch.randn((n, 512), device=device).bfloat16()
     norm = NormArgs(torch.randn(512, device=device).bfloat16())
-    rope = RopeArgs(torch.arange(n, device=device), torch.randn((99, 64), device=device), 64)
-    casting, slots = CastArgs.for_layout(layout, cast_back=True), torch.randperm(2 * BLOCK_SIZE, device=device)[:n]
-    caches = [alloc_kv_cache(2, BLOCK_SIZE, layout, device).zero_() for _ in range(2)]
+    rope = RopeArgs(torch.arange(n, device=device) % 99, torch.randn((99, 64), device=device), 64)
+    blocks = n // BLOCK_SIZE + 1
+    casting, slots = CastArgs.for_layout(layout, cast_back=True), torch.randperm(blocks * BLOCK_SIZE, device=device)[:n]
+    caches = [alloc_kv_cache(blocks, BLOCK_SIZE, layout, device).zero_() for _ in range(2)]
 
     def call(cache: torch.Tensor) -> torch.Tensor | None:
         return kvhal.fused_norm_rope_hadamard_cast_store_kvcache(

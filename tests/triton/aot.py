@@ -28,7 +28,7 @@ MEASURED = "sm_90"  #: its kernels are held to tests/compile/resources.json
 
 @dataclass(frozen=True)
 class Job:
-    """One operation's kernel for one architecture; `variant` names the fused stages or an alignment."""
+    """One operation's kernel for one architecture; `variant` names the fused stages, an alignment, or few tokens."""
 
     arch: str
     op: str
@@ -59,15 +59,17 @@ def jobs(arch: str) -> list[Job]:
     """Every operation and built-in format, the fused store with each rotary style, and misaligned rows."""
     from kvhal.formats import BUILTIN_FORMATS
 
+    store, slots, fused = "store_kv_cache", "load_kv_slots", "fused_norm_rope_hadamard_cast_store_kvcache"
     found = []
     for name in BUILTIN_FORMATS:
-        found += [Job(arch, op, name) for op in ("store_kv_cache", "load_paged_kv_cache", "load_kv_slots")]
-        found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "norm-rope")]
+        found += [Job(arch, op, name) for op in (store, "load_paged_kv_cache", slots)]
+        found += [Job(arch, slots, name, "few"), *(Job(arch, fused, name, f"norm-rope{few}") for few in ("", "-few"))]
         if arch == MEASURED and BUILTIN_FORMATS[name].is_index:  # the stages of indexer keys
-            found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "norm-rope-hadamard")]
+            found += [Job(arch, fused, name, f"norm-rope-hadamard{few}") for few in ("", "-few")]
+    found += [Job(arch, store, name, "few") for name in ("V41_FP4_FORMAT", "FP4_INDEX_KV_FORMAT")]
     for name in ("V41_FORMAT", "V41_FP4_FORMAT", "FP4_INDEX_KV_FORMAT"):
-        found += [Job(arch, "fused_norm_rope_hadamard_cast_store_kvcache", name, "neox-hadamard-back")]
-        found += [Job(arch, "store_kv_cache", name, "misaligned"), Job(arch, "load_kv_slots", name, "misaligned")]
+        found += [Job(arch, fused, name, "neox-hadamard-back")]
+        found += [Job(arch, store, name, "misaligned"), Job(arch, slots, name, "misaligned")]
     names = ("convert_kv_index", "kv_index_cat", "expand_swa_index", "get_kv_swa_index_decode", "expand_load_plan")
     return found + [Job(arch, name, None) for name in names]
 

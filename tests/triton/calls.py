@@ -35,7 +35,7 @@ def call(job: Job) -> None:
     if layout is None:
         index_call(request.op, launch)
     else:
-        format_call(request.op, launch, layout, job.variant)
+        format_call(request.op, launch, layout, job.variant, 100 if "few" in job.variant else 2000)
 
 
 def sweep(arch: str) -> Iterator[tuple[tuple[str, str], Callable[[], None]]]:
@@ -48,12 +48,12 @@ def sweep(arch: str) -> Iterator[tuple[tuple[str, str], Callable[[], None]]]:
         layout = BUILTIN_FORMATS[name]
         for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE):
             launch = BACKEND.bind(Request(op, layout, platform, 64))
-            for n in range(1, 201):
-                dtype = torch.int32 if n % 2 else torch.int64
-                run = partial(format_call, op, launch, layout, "", n, 1 + n // 7, dtype)
+            for n in range(1, 2400, 12):  # the kernels for few tokens and those for many
+                dtype = torch.int32 if n % 24 < 12 else torch.int64
+                run = partial(format_call, op, launch, layout, "", n, 1 + n // 70, dtype)
                 yield (f"{op}/{name}", "sizes"), run
             for variant in ("", "misaligned"):
-                for n in (1, 16, 33):
+                for n in (1, 16, 33, 1600):
                     for dtype in (torch.int32, torch.int64):
                         run = partial(format_call, op, launch, layout, variant, n, 2, dtype)
                         yield (f"{op}/{name}", "alignments"), run
@@ -69,7 +69,7 @@ def format_call(
     launch: Callable[..., None],
     layout: KVCacheFormat,
     variant: str,
-    n: int = 100,
+    n: int,
     blocks: int = 3,
     slot_dtype: torch.dtype = torch.int64,
 ) -> None:

@@ -15,8 +15,8 @@ from tests.triton.aot import MEASURED, TARGETS, Built, Job, compile_all, count_v
 
 pytest.importorskip("triton")
 
-ORDINARY = 2  #: variants of one kernel when rows lie as frameworks allocate them: int32 and int64 slots
-ANY = 16  #: variants of one kernel over all alignments of rows and both types of slots
+ORDINARY = 4  #: variants of an operation when rows lie as frameworks allocate them: int32 and int64 slots, few tokens and many
+ANY = 24  #: variants of an operation over all alignments of rows, both types of slots, few tokens and many
 
 
 def chosen(arch: str) -> list[Job]:
@@ -24,7 +24,7 @@ def chosen(arch: str) -> list[Job]:
     if arch == MEASURED:
         return jobs(arch)
     formats = {"V41_FORMAT", "V41_FP4_FORMAT", "FP8_FLOAT32_SF_INDEX_KV_FORMAT", "BF16_FORMAT", None}
-    return [job for job in jobs(arch) if job.format in formats and job.variant in ("", "norm-rope")]
+    return [job for job in jobs(arch) if job.format in formats and job.variant in ("", "few", "norm-rope", "norm-rope-few")]
 
 
 @pytest.mark.parametrize("arch", TARGETS)

@@ -35,7 +35,6 @@ def _widest(name: str) -> dict[str, int]:
     from tests.triton.aot import specialise
 
     layout, found = CONFORMANCE_FORMATS[name], {}
-    kv, slots = torch.zeros(9, layout.elements, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.int64)
     cache, weight = alloc_kv_cache(1, 64, layout, "cpu"), torch.zeros(layout.elements)
 
     def read(kernel: Kernel, programs: int, *args: object) -> None:
@@ -43,10 +42,13 @@ def _widest(name: str) -> dict[str, int]:
         facts = kernel.function._pack_args(backend, options, bound, specialisation, options)
         source = ASTSource(kernel.function, *facts[1:])
         assembly = triton.compile(source, target=target, options=facts[0].__dict__).asm["ptx"]
-        found[op.value] = max(int(count or 1) * int(bits) // 8 for count, bits in BITS.findall(assembly))
+        widths = [int(count or 1) * int(bits) // 8 for count, bits in BITS.findall(assembly)]
+        found[op.value] = max(*widths, found.get(op.value, 0))
 
     Kernel.__call__ = read  # type: ignore[method-assign]
     for op in (Op.STORE, Op.FUSED_STORE):
         launch = BACKEND.bind(Request(op, layout, Platform("cuda", "sm_90"), 64))
-        launch(kv, cache, slots) if op == Op.STORE else launch(kv, NormArgs(weight), None, None, cache, slots, None)
+        for n in (9, 2000):  # kernels for few tokens, and for many
+            kv, slots = torch.zeros(n, layout.elements, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int64)
+            launch(kv, cache, slots) if op == Op.STORE else launch(kv, NormArgs(weight), None, None, cache, slots, None)
     return found

@@ -18,7 +18,8 @@ from kvhal.testing.platforms import PLATFORMS
 from kvhal.tuning import Choice, Figure, Key, Table
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-SHARES = ("share_of_copy", "share", "ratio")  #: what the files call the share of the copy's bandwidth
+#: what the files call the share of the copy's bandwidth, or of the smallest kernel's speed
+SHARES = ("share_of_copy", "share", "ratio", "share_of_smallest")
 SHAPES = ("shape", "tokens_a_program", "warps")
 TUNED = {name: backends()[name].tuned for name in BUILTIN_BACKENDS if backends()[name].tuned is not None}
 CHOICES = [
@@ -63,7 +64,7 @@ def test_nothing_much_better_was_passed_over(choice: Choice) -> None:
     """Within the run's noise the choice is the best of those that it was chosen from."""
     without_shape = {name: value for name, value in choice.figure.row.items() if name not in SHAPES}
     shares = [row[name] for row in matching(choice.figure.file, without_shape) for name in SHARES if name in row]
-    assert choice.figure.share >= max(shares) - 0.005
+    assert choice.figure.share >= 0.99 * max(shares)
 
 
 @pytest.mark.parametrize("name", TUNED)
@@ -83,7 +84,10 @@ def test_defaults_are_small() -> None:
     for (kernel, _), shape in tilelang.defaults.items():
         threads = {"raw": shape[-1], "fused": 32 * shape[0]}.get(kernel, shape[0] if len(shape) == 1 else 32 * shape[1])
         assert threads <= 256
-    for shape in triton.defaults.values():
+    for (kernel, _), shape in triton.defaults.items():
+        if kernel.endswith("_few"):
+            assert shape[0] // 32 <= 64
+            continue
         size, warps = shape[0], shape[-1]
         assert all(number.bit_count() == 1 for number in shape) and 64 * warps <= 256  # 64 lanes a warp on CDNA
         assert size // (32 * warps) <= 64

@@ -1,0 +1,148 @@
+"""What the kernels of the fused store are made of: its stages, their device functions, macros on one token."""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from kvhal.backends.cuda_tilelang.build import call
+from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, Octets, source
+from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROOT, ROPE, ROPE_INSIDE
+from kvhal.backends.cuda_tilelang.store import record_writer
+from kvhal.layout import CacheGeometry
+
+TYPE_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
+INPUT_WORDS = {"bfloat16": OCTET_WORDS, "float32": OCTET}  #: 32-bit registers of an octet as it comes
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The static facts of a rotary embedding."""
+
+    begin: int
+    dim: int
+    neox: bool
+    position_dtype: str
+
+    @property
+    def inside(self) -> bool:
+        """Every pair lies inside an octet, so that its lane rotates it alone."""
+        return not self.neox and self.begin % OCTET == 0 and self.dim % OCTET == 0
+
+    def turns(self, octets: Octets) -> int:
+        """Cosines and sines that a lane keeps: of every pair that it rotates."""
+        if self.inside:
+            span = octets.lanes * OCTET  # elements of a round
+            return OCTET * ((self.begin + self.dim - 1) // span - self.begin // span + 1)
+        return 2 * -(-self.dim // (2 * octets.lanes))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a fused kernel is specialised by, beside format and block size; None leaves a stage out."""
+
+    input_dtype: str
+    weight_dtype: str | None
+    rope: Rope | None
+    hadamard: bool
+    slot_dtype: str | None
+    back: bool
+    alignment: int
+
+
+def fused_source(geometry: CacheGeometry, stages: Stages, octets: Octets, tokens: int, *, staged: bool) -> str:
+    """The prelude: the codec's device functions, and those of the stages that are switched on.
+
+    Args:
+        geometry, stages: what the kernel is specialised by.
+        octets: how a record's octets lie on the lanes.
+        tokens: of a thread block.
+        staged: weights are in shared memory.
+    """
+    layout = geometry.layout
+    scale = struct.unpack("f", struct.pack("f", layout.elements**-0.5))[0]
+    constants = {"ELEMENTS": layout.elements, "TOKENS_A_BLOCK": tokens, "STAGED": int(staged)}
+    functions = [CONVERT]
+    if stages.weight_dtype is not None:
+        functions += [ROOT, NORM]
+    if stages.rope is not None:
+        rope = stages.rope
+        constants |= {"ROPE_BEGIN": rope.begin, "ROPE_DIM": rope.dim, "ROPE_NEOX": int(rope.neox)}
+        functions.append(ROPE_INSIDE if rope.inside else ROPE)
+    if stages.hadamard:
+        functions.append(HADAMARD)
+    lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+    lines.append(f"constexpr float HADAMARD_SCALE = {scale.hex()}f;")
+    return (
+        source(geometry, stages.alignment, octets)
+        + "namespace kv {\n"
+        + "\n".join(lines)
+        + "".join(functions)
+        + "}  // namespace kv\n"
+    )
+
+
+def absent_unless(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: str | None) -> Any:
+    """A tensor parameter; one float stands for an argument that is left out."""
+    return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
+
+
+def value_writer(geometry: CacheGeometry, stages: Stages, octets: Octets) -> Any:
+    """A macro that carries one token's values on: Hadamard, rounding, cast, to the cache and to the row that goes back."""
+    quantized, with_slots = geometry.layout.quantized_dtype is not None, stages.slot_dtype is not None
+    put_record, put_back = record_writer(geometry), back_writer(octets, quantized)
+
+    @T.macro
+    def finish(values, lane, cache, slot, capacity, back, n, token):
+        words = T.alloc_local((octets.rounds * OCTET_WORDS,), "uint32")
+        data = T.alloc_local((octets.rounds * octets.data_words,), "uint32")
+        sf = T.alloc_local((octets.rounds,), "uint32")
+        if stages.hadamard:
+            call("kv::hadamard", T.address_of(values[0]), lane)
+        call("kv::narrow", T.address_of(words[0]), T.address_of(values[0]))
+        if with_slots:
+            put_record(cache, slot, capacity, lane, words, 0, data, sf)
+        elif quantized:
+            call("kv::quantize", T.address_of(data[0]), T.address_of(sf[0]), T.address_of(words[0]))
+        if stages.back:
+            put_back(back, n, token, lane, words, data, sf)
+
+    return finish
+
+
+def token_reader(stages: Stages, octets: Octets) -> Any:
+    """A macro that starts the loads of a token: octets, from element `at` of the rows on, slot, position. No token: no slot."""
+    with_slots, with_rope = stages.slot_dtype is not None, stages.rope is not None
+    words, get = INPUT_WORDS[stages.input_dtype], f"kv::fetch_{TYPE_NAMES[stages.input_dtype]}"
+
+    @T.macro
+    def fetch(kv, at, slots, positions, n, token, lane, raw, slot, place):
+        slot[0] = T.int64(-1)
+        if token < n:
+            for h in T.unroll(octets.rounds):
+                if h * octets.lanes + lane < octets.count:
+                    call(get, T.address_of(raw[h * words]), T.address_of(kv[0, at + h * octets.lanes * OCTET]))
+            if with_slots:
+                slot[0] = T.cast(slots[token], "int64")
+            if with_rope:
+                place[0] = T.cast(positions[token], "int64")
+
+    return fetch
+
+
+def back_writer(octets: Octets, quantized: bool) -> Any:
+    """A macro that writes one token's row as a load of its record would give it."""
+
+    @T.macro
+    def put_back(back, n, token, lane, words, data, sf):
+        for h in T.unroll(octets.rounds):
+            octet = h * octets.lanes + lane
+            if (token < n) & (octet < octets.count):
+                if quantized:
+                    code = h * octets.data_words
+                    call("kv::decode_row", T.address_of(back[token, octet * OCTET]), T.address_of(data[code]), sf[h])
+                else:
+                    call("kv::put_row", T.address_of(back[token, octet * OCTET]), T.address_of(words[h * OCTET_WORDS]))
+
+    return put_back

@@ -1,0 +1,87 @@
+"""Kernels for few tokens against those for many, at few tokens: what the thresholds and shapes in tuned.py come from.
+
+    python benchmarks/gpu_few.py OUT.json
+
+Device time of a call in a stream of such calls (kvhal.bench), bytes checked first. "shape" is the table's: for portable_triton
+(elements a warp, tokens at most), for cuda_tilelang (tokens at most,); with 0 tokens at most every call goes through the kernel
+for many. "share_of_smallest" is the time of the smallest kernel of the same run over the call's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import kvhal
+from kvhal import config
+from kvhal.backends.cuda_tilelang import fused
+from kvhal.backends.portable_triton import launch
+from kvhal.bench.timing import Clock, environment, measure
+from kvhal.bench.work import make_work
+from kvhal.formats import BF16_FORMAT, MXFP8_INDEX_KV_FORMAT, V41_FORMAT, V41_FP4_FORMAT, format_to_text
+from kvhal.interface import Op
+
+ALL = 1 << 30
+TOKENS = (1, 128, 256, 512, 1024, 2048)
+DEVICE = torch.device("cuda", 0)
+SHAPES = {
+    "portable_triton": ((128, ALL), (256, ALL), (512, ALL), (256, 0)),
+    "cuda_tilelang": ((ALL,), (0,)),
+}
+CELLS = [(op, layout) for op in (Op.FUSED_STORE, Op.LOAD_SLOTS) for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT)]
+CELLS += [(Op.FUSED_STORE, MXFP8_INDEX_KV_FORMAT), (Op.STORE, V41_FP4_FORMAT), (Op.STORE, V41_FORMAT)]
+
+
+@contextmanager
+def shaped(backend: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """Inside, the backend's kernels for few tokens have this shape."""
+    module: Any = launch if backend == "portable_triton" else fused
+    shape_of = module.shape_of
+
+    def changed(arch: str, kernel: str, dtype: str | None) -> tuple[int, ...]:
+        if backend == "portable_triton":
+            return shape if kernel.endswith("_few") else shape_of(arch, kernel, dtype)
+        return (*shape_of(arch, kernel, dtype)[:-1], *shape)
+
+    config.forget()
+    with patch.object(module, "shape_of", changed), kvhal.use_backend(backend):
+        yield
+    config.forget()
+
+
+def rows(clock: Clock) -> Iterator[dict[str, Any]]:
+    """The table, a row a cell, shape and number of tokens."""
+    for backend, shapes in SHAPES.items():
+        cells = [cell for cell in CELLS if backend == "portable_triton" or cell[0] == Op.FUSED_STORE]
+        for shape in shapes:
+            with shaped(backend, shape):
+                with ThreadPoolExecutor(8) as pool:  # compilers run outside the interpreter lock
+                    works = [make_work(op, layout, 1, 64, "pages", DEVICE, 0) for op, layout in cells]
+                    for built in [pool.submit(copy_context().run, work.call) for work in works]:
+                        built.result()
+                for op, layout in cells:
+                    for tokens in TOKENS:
+                        us = measure(clock, backend, op, layout, tokens, 64, "pages").median_us
+                        row = {"backend": backend, "op": str(op), "format": format_to_text(layout), "tokens": tokens}
+                        yield row | {"shape": list(shape), "us": us, "share_of_smallest": clock.empty_us / us}
+
+
+def main() -> None:
+    clock, found = Clock(DEVICE), []
+    for row in rows(clock):
+        found.append(row)
+        print(*row.values(), flush=True)
+    Path(sys.argv[1]).write_text(json.dumps({**environment(clock), "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
