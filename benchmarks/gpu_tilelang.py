@@ -92,11 +92,12 @@ def jobs(variants: bool) -> list[Job]:
     tiles: list[tuple[int, ...]] = TILES if variants else [()]
     found = []
     for shape in shapes:
+        wide = shape and (*shape, 0, 1)
         found += [
-            Job("store", store.store_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order=order, shape=shape)
+            Job("store", store.store_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order=order, shape=wide)
             for order in ("consecutive", "pages", "tokens")
         ]
-        found.append(Job("store", store.store_kernel, (V41_FP4_FORMAT, 64, "int64", 16), V41_FP4_FORMAT, shape=shape))
+        found.append(Job("store", store.store_kernel, (V41_FP4_FORMAT, 64, "int64", 16), V41_FP4_FORMAT, shape=wide))
         for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT):
             found.append(Job("load", load.load_kernel, (layout, 64, 16), layout, shape=shape))
         found.append(Job("slots", load.slots_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order="tokens", shape=shape))

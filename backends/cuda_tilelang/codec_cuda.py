@@ -3,6 +3,8 @@
 Exact by construction: integers on bit patterns, and single fp32 operations rounded to nearest even.
 """
 
+from kvhal.backends.e2m1_ptx import octet_codes
+
 #: words to and from memory in the widest accesses that the alignment allows
 MEMORY = r"""
 template <int BYTES, int ALIGN> __device__ __forceinline__ void get(u32* r, const void* p) {
@@ -137,10 +139,15 @@ __device__ __forceinline__ u32 scale(u32 amax, float& multiplier) {
 __device__ __forceinline__ float scale_value(u32 sf) { return __uint_as_float(sf << 23); }
 """,
     "e4m3": r"""
+// fl(1 / x) of x that is an e4m3 scale: one Newton step, without the calls for numbers that are none (tests/triton has all)
+__device__ __forceinline__ float reciprocal(float x) {
+  float q; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(x));
+  return __fmaf_rn(q, __fmaf_rn(-x, q, 1.f), q);
+}
 __device__ __forceinline__ u32 scale(u32 amax, float& multiplier) {
   const float largest = fmaxf(__uint_as_float(amax << 16), E4M3_SF_FLOOR);
   const u32 sf = e4m3_pair(fminf(__fmul_rn(largest, E4M3_SF_RECIPROCAL), E4M3_LARGEST), 0.f);
-  multiplier = __frcp_rn(from_e4m3_pair(sf).x);
+  multiplier = reciprocal(from_e4m3_pair(sf).x);
   return sf;
 }
 __device__ __forceinline__ float scale_value(u32 sf) { return from_e4m3_pair(sf).x; }
@@ -213,20 +220,9 @@ constexpr u32 ABOVE_TIES = 0x088889u, NUDGE = 0x1800u;  // mantissa of fl(1 / 1.
 __device__ __forceinline__ void encode(u32 data[1], const u32 raw[4], float multiplier) {
   const u32 bits = __float_as_uint(multiplier);
   const float scaled = __fmul_rn(__uint_as_float(bits + ((bits & 0x7FFFFFu) == ABOVE_TIES ? NUDGE : 0u)), 0x1p-14f);
-  u32 code = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {  // elements i and i + 4, so that nibbles fall into place
-    const u32 a = raw[i / 2], b = raw[i / 2 + 2];
-    const float first = i % 2 ? high(a) : low(a), second = i % 2 ? high(b) : low(b);
-    u32 h;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(__fmul_rn(second, scaled)), "f"(__fmul_rn(first, scaled)));
-    const u32 m = __vminu2(h & 0x7FFF7FFFu, 0x0E000E00u);  // 6 * 2^-14
-    const u32 rounded = (m + 0x00FF00FFu + ((m >> 9) & 0x00010001u)) << 3;
-    code |= (((h & 0x80008000u) | (rounded & 0x70007000u)) >> (12 - 4 * i));
-  }
-  data[0] = code;
+  asm("OCTET_CODES" : "=r"(data[0]) : "r"(raw[0]), "r"(raw[1]), "r"(raw[2]), "r"(raw[3]), "f"(scaled));
 }
-""",
+""".replace("OCTET_CODES", octet_codes("%")),
 }
 
 #: an octet read back: decoded, or as it is

@@ -36,7 +36,6 @@ from kvhal.layout import cache_geometry
 
 #: as build.FEW_BLOCKS, one a multiprocessor: of more, some multiprocessors get several where those of later kernels wait
 FEW_FUSED_BLOCKS = 132
-FEW_SIDE = 2  #: tokens of a thread block of `few_kernel`, so that 256 tokens are so few thread blocks
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 TUNED_ROUNDS = 2  #: octets of a lane in the records that tuned.py was measured with
@@ -179,7 +178,8 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
     """As `fused_kernel` without a second token for any lane: all that one needs is asked for at once, weights to registers."""
     geometry, octets = cache_geometry(layout, block_size), few_octets(layout, stages)
     rounds, lanes, words, rope = octets.rounds, octets.lanes, INPUT_WORDS[stages.input_dtype], stages.rope
-    tokens, turn_count = FEW_SIDE, rope.turns(octets) if rope else 1  # tokens of a thread block
+    threads = max(WARP, lanes)
+    tokens, turn_count = threads // lanes, rope.turns(octets) if rope else 1
     n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
     kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
     max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
@@ -199,7 +199,7 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
         slots: absent_unless(with_slots, (n,), (1,), stages.slot_dtype),
         back: absent_unless(stages.back, (n, layout.elements), (back_stride, 1), "bfloat16"),
     ):
-        with T.Kernel(T.ceildiv(n, tokens), threads=max(WARP, tokens * lanes), prelude=prelude) as program:
+        with T.Kernel(T.ceildiv(n, tokens), threads=threads, prelude=prelude) as program:
             raw = T.alloc_local((rounds * words,), "uint32")
             raw_weights = T.alloc_local((rounds * weight_words,), "uint32")
             values = T.alloc_local((rounds * OCTET,), "float32")

@@ -71,12 +71,11 @@ __device__ __forceinline__ void stage_fp32(float* shared, const void* weight) { 
 __device__ __forceinline__ float across(float sum, int from) {
 #pragma unroll
   for (int n = from; n < LANES && n < 32; n *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, n));
-  if constexpr (LANES == 64) {  // two warps share the token
-    __shared__ float halves[2 * TOKENS_A_BLOCK];
-    const int warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) halves[warp] = sum;
+  if constexpr (LANES == 64) {  // the thread block's two warps
+    __shared__ float halves[2];
+    if (threadIdx.x % 32 == 0) halves[threadIdx.x / 32] = sum;
     __syncthreads();
-    sum = __fadd_rn(halves[warp & ~1], halves[warp | 1]);
+    sum = __fadd_rn(halves[0], halves[1]);
   }
   return sum;
 }

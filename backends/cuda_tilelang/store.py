@@ -33,7 +33,7 @@ def bind_store(request: Request) -> Launcher:
         key = (slots.dtype, aligned(kv), kv.shape[0] <= many[2])
         run = built.get(key)
         if run is None:
-            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, ONE_ROUND if key[2] else many
+            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, (*ONE_ROUND, 0, 1) if key[2] else many
             arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment, shape)
             run = built[key] = kernel(store_kernel, *arguments, platform=request.platform, device=kv.device)
         return run
@@ -48,10 +48,10 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
         layout, block_size: what is static of the cache.
         slot_dtype: "int32" or "int64".
         alignment: bytes that divide every row's address, ROW_ALIGNMENT or BF16_BYTES.
-        shape: see tuned.py; its third number is the launcher's.
+        shape: see tuned.py; the tokens in it are the launcher's business.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
-    tokens, warps = shape[:2]
+    tokens, warps, _, held = shape
     rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
     n, blocks = T.dynamic("n", "int64"), T.dynamic("blocks", "int64")
     kv_stride, block_stride = T.dynamic("kv_stride", "int64"), T.dynamic("block_stride", "int64")
@@ -64,6 +64,7 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
         slots: T.Tensor((n,), slot_dtype),
     ):
         with T.Kernel(T.ceildiv(n, step * warps), threads=WARP * warps, prelude=source(geometry, alignment)) as group:
+            T.annotate_min_blocks_per_sm(held)
             raw = T.alloc_local((tokens * rounds * OCTET_WORDS,), "uint32")
             data = T.alloc_local((rounds * octets.data_words,), "uint32")
             sf = T.alloc_local((rounds,), "uint32")

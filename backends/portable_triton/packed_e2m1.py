@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvhal import formats
+from kvhal.backends.e2m1_ptx import octet_codes as octet_codes_ptx
 from kvhal.backends.portable_triton.codec import (
     BF16_HIGH,
     BF16_SHIFT,
@@ -51,42 +52,7 @@ def smaller_halves(left, right):
     return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1)
 
 
-def _scaled(take: str, first: str, second: str, into: str) -> str:
-    """PTX: half `take` ("shl" the lower, "and" the upper one) of two registers, each times $5, as two fp16."""
-    operand = {"shl": "16", "and": "0xFFFF0000"}[take]
-    return f"""{take}.b32 a, {first}, {operand};
-        {take}.b32 b, {second}, {operand};
-        mul.rn.f32 a, a, $5;
-        mul.rn.f32 b, b, $5;
-        cvt.rn.f16x2.f32 {into}, b, a;
-        """
-
-
-def _rounded(both: str) -> str:
-    """PTX: two fp16, clamped with their signs and rounded to the nearest even code, each code at the top of its half."""
-    return f"""min.xorsign.abs.f16x2 {both}, {both}, t;
-        shr.u32 a, {both}, 9;
-        and.b32 a, a, 0x00010001;
-        add.u32 {both}, {both}, a;
-        add.u32 {both}, {both}, 0x00FF00FF;
-        shl.b32 a, {both}, 3;
-        lop3.b32 {both}, a, {both}, 0x80008000, 0xD8;
-        """
-
-
-OCTET_CODES = tl.constexpr(
-    "{ .reg .b32 a, b, c0, c1, c2, c3, t; mov.b32 t, 0x0E000E00;\n"
-    + _scaled("shl", "$1", "$3", "c0")
-    + _scaled("and", "$1", "$3", "c1")
-    + _scaled("shl", "$2", "$4", "c2")
-    + _scaled("and", "$2", "$4", "c3")
-    + "".join(_rounded(f"c{i}") for i in range(4))
-    + """shr.u32 c0, c0, 4;
-        lop3.b32 c0, c0, c1, 0xF000F000, 0xD8;
-        shr.u32 c2, c2, 4;
-        lop3.b32 c2, c2, c3, 0xF000F000, 0xD8;
-        prmt.b32 $0, c0, c2, 0x7351; }"""
-)
+OCTET_CODES = tl.constexpr(octet_codes_ptx("$"))
 
 
 @triton.jit

@@ -41,7 +41,10 @@ def _loads() -> dict[str, Job]:
 
 
 def _slots_and_indices() -> dict[str, Job]:
-    found = {f"slots_{name}": job(load.slots_kernel, layout, 64, "int64", 16) for name, layout in BUILTIN_FORMATS.items()}
+    found: dict[str, Job] = {}
+    for name, layout in BUILTIN_FORMATS.items():
+        shape = shape_of(ARCH, "slots_index" if layout.is_index else "slots", layout.quantized_dtype)
+        found[f"slots_{name}"] = (load.slots_kernel, layout, 64, "int64", 16, shape)
     for factory in (index.convert_kernel, index.cat_kernel, index.expand_kernel, index.window_kernel):
         found[factory.__name__.removesuffix("_kernel")] = job(factory)
     (threads,) = shape_of(ARCH, "plan", None)

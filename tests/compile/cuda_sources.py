@@ -80,7 +80,7 @@ def limit_registers(compiled: Compiled, registers: int, folder: Path) -> dict[st
     """The same kernels with so few registers a thread that some spill. `folder` is that of `compile_sources`."""
     text = next(folder.glob("*.ptx")).read_text()
     limited = folder / "limited.ptx"
-    limited.write_text(text.replace(".minnctapersm 1", f".maxnreg {registers}"))
+    limited.write_text(re.sub(r"\.minnctapersm \d+", f".maxnreg {registers}", text))
     _run([*NVCC, "-o", str(folder / "limited.cubin"), str(limited)], folder)
     return _resources(folder / "limited.cubin", compiled.threads)
 

@@ -15,11 +15,12 @@ pytest.importorskip("tilelang")
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 
 from kvhal.backends.cuda_tilelang import fused, load, store  # noqa: E402
-from tests.compile.cuda_kernels import EVERYTHING, GROUPS, PLAIN, job, layout_of  # noqa: E402
+from tests.compile.cuda_kernels import EVERYTHING, GROUPS, job, layout_of  # noqa: E402
 from tests.compile.cuda_sources import Compiled, compile_group, limit_registers, source_of, versions  # noqa: E402
 from tests.compile.resources import Baseline  # noqa: E402
 
-ROOT_STEPS = 4  #: multiply-adds that are meant: Newton's steps to a root and to its reciprocal
+#: multiply-adds that are meant: Newton's steps to a root and its reciprocal, and to a reciprocal
+ROOT_STEPS, RECIPROCAL_STEPS = 4, 2
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -32,7 +33,8 @@ def test_kernels_compile(group: str, tmp_path: Path) -> None:
         waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
         reads = [match.start() for match in re.finditer(r"\b(?:ld|st)\.global", ptx)]
         assert len(waits) == 1 and waits[0] < min(reads), f"{name} touches memory before its inputs are there"
-        wanted = ROOT_STEPS if PLAIN in jobs[name] else 0
+        roots = ptx.count("rsqrt.approx")
+        wanted = ROOT_STEPS * roots + RECIPROCAL_STEPS * (ptx.count("rcp.approx") - roots)
         assert ptx.count("fma.rn.f32") == wanted or EVERYTHING in jobs[name], f"{name}: a product was not rounded"
         triggers = [match.start() for match in re.finditer(r"griddepcontrol\.launch_dependents", ptx)]
         assert bool(triggers) == (jobs[name][0] is not fused.fused_kernel)

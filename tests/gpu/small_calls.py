@@ -15,25 +15,28 @@ OPS = (Op.STORE, Op.LOAD_SLOTS, Op.FUSED_STORE)  #: that have kernels for few to
 
 @contextmanager
 def no_call_is_small(backend: str) -> Iterator[None]:
-    """Inside, a backend's table says that zero tokens are the most of a small call: the last number of these shapes."""
-    modules: dict[Any, tuple[str, ...]]
+    """Inside, a backend's table says that zero tokens are the most of a small call."""
+    modules: tuple[Any, ...]
     if backend == "cuda_tilelang":
-        from kvhal.backends.cuda_tilelang import fused, store
+        from kvhal.backends.cuda_tilelang import fused, load, store
 
-        modules = {store: ("store",), fused: ("fused",)}
+        modules = (fused, load, store)
+        places = {"store": 2, "slots": 2, "slots_index": 2, "fused": 3}  # where the number is in a shape
     else:
         from kvhal.backends.portable_triton import launch
 
-        modules = {launch: ("store_few", "fused_few", "slots_few")}
+        modules = (launch,)
+        places = {"store_few": 1, "slots_few": 1, "fused_few": 1}
 
-    def without_few(shape_of: Any, kernels: tuple[str, ...]) -> Any:
+    def without_few(shape_of: Any) -> Any:
         def changed(arch: str, kernel: str, dtype: str | None) -> tuple[int, ...]:
             shape: tuple[int, ...] = shape_of(arch, kernel, dtype)
-            return (*shape[:-1], 0) if kernel in kernels else shape
+            at = places.get(kernel)
+            return shape if at is None else (*shape[:at], 0, *shape[at + 1 :])
 
         return changed
 
-    patches = [patch.object(module, "shape_of", without_few(module.shape_of, names)) for module, names in modules.items()]
+    patches = [patch.object(module, "shape_of", without_few(module.shape_of)) for module in modules]
     config.forget()
     for one in patches:
         one.start()

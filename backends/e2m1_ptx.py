@@ -1,0 +1,43 @@
+"""PTX that both backends for NVIDIA embed: eight e2m1 codes of an octet of bf16."""
+
+from __future__ import annotations
+
+
+def octet_codes(mark: str) -> str:
+    """A block of PTX: operand 0 becomes the codes of operands 1 to 4, pairs of bf16, times operand 5, an fp32.
+
+    The products are rounded to fp32; the multiplier holds a factor of 2**-14, so that e2m1's subnormal is one of fp16's and a
+    code is the rounded upper bits of an fp16. Two elements a register: i and i + 4, whose codes meet in a byte.
+
+    Args:
+        mark: what operands begin with, "%" or "$".
+    """
+    o = [f"{mark}{i}" for i in range(6)]
+    pairs = (("shl", o[1], o[3]), ("and", o[1], o[3]), ("shl", o[2], o[4]), ("and", o[2], o[4]))
+    scaled = [_scaled(take, first, second, o[5], f"c{i}") for i, (take, first, second) in enumerate(pairs)]
+    return (
+        "{ .reg .b32 a, b, c0, c1, c2, c3, t; mov.b32 t, 0x0E000E00; "
+        + "".join(scaled)
+        + "".join(_rounded(f"c{i}") for i in range(4))
+        + "shr.u32 c0, c0, 4; lop3.b32 c0, c0, c1, 0xF000F000, 0xD8; "
+        + "shr.u32 c2, c2, 4; lop3.b32 c2, c2, c3, 0xF000F000, 0xD8; "
+        + f"prmt.b32 {o[0]}, c0, c2, 0x7351; }}"
+    )
+
+
+def _scaled(take: str, first: str, second: str, multiplier: str, into: str) -> str:
+    """Half `take` ("shl" the lower, "and" the upper one) of two registers, each times a number, as two fp16."""
+    operand = {"shl": "16", "and": "0xFFFF0000"}[take]
+    return (
+        f"{take}.b32 a, {first}, {operand}; {take}.b32 b, {second}, {operand}; "
+        f"mul.rn.f32 a, a, {multiplier}; mul.rn.f32 b, b, {multiplier}; cvt.rn.f16x2.f32 {into}, b, a; "
+    )
+
+
+def _rounded(both: str) -> str:
+    """Two fp16, clamped with their signs and rounded to the nearest even code, each code at the top of its half."""
+    return (
+        f"min.xorsign.abs.f16x2 {both}, {both}, t; shr.u32 a, {both}, 9; and.b32 a, a, 0x00010001; "
+        f"add.u32 {both}, {both}, a; add.u32 {both}, {both}, 0x00FF00FF; shl.b32 a, {both}, 3; "
+        f"lop3.b32 {both}, a, {both}, 0x80008000, 0xD8; "
+    )
