@@ -109,7 +109,7 @@ def _sanitize(document: dict[str, Any]) -> str:
         for backend, tools in document["results"].items()
         for tool, found in tools.items()
     ]
-    return f"{markdown_table(('backend', 'tool', 'cases', 'problems'), rows)}\n\n{document.get('note', '')}"
+    return f"{markdown_table(('backend', 'tool', 'cases', 'problems'), rows)}\n\n{document.get('note', '')}".rstrip()
 
 
 TABLES = {
