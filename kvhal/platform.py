@@ -156,11 +156,12 @@ def usable_device(device: torch.device | str) -> torch.device:
     """A device of this machine; "meta", which every machine has, is one.
 
     Raises:
-        ValueError: it is no device's name, or this machine has none of its kind.
+        ValueError: it is no device's name, or this machine has none of its kind, or not so many.
     """
     try:
         found = torch.device(device)
-        usable = found.type == "meta" or bool(torch.get_device_module(found).is_available())
+        kind = None if found.type == "meta" else torch.get_device_module(found)
+        usable = kind is None or (kind.is_available() and (found.index or 0) < kind.device_count())
     except (RuntimeError, TypeError, AttributeError):
         usable = False
     if not usable:

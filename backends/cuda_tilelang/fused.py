@@ -215,6 +215,9 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
                 raw[w] = T.uint32(0)
             fetch(kv, T.cast(token, "int64") * kv_stride + lane * OCTET, slots, positions, n, token, lane, raw, slot, place)
             if with_norm:
+                if octets.padded:
+                    for w in T.unroll(rounds * weight_words):
+                        raw_weights[w] = T.uint32(0)
                 for h in T.unroll(rounds):
                     if h * lanes + lane < octets.count:
                         at = (h * lanes + lane) * OCTET

@@ -11,6 +11,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -83,7 +84,7 @@ class Kernel:
             BackendFailure: it does not compile, or does not fit the device.
         """
         if self.interpreted:
-            with INTERPRETER:
+            with INTERPRETER, np.errstate(all="ignore"):  # what overflows or is no number is meant to
                 self.function[(programs,)](*args, *self.constants)
             return
         if self.current_device is None:

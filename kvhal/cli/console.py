@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from kvhal.platform import available_devices
+from kvhal.platform import available_devices, usable_device
 
 EXIT_NO = 1  #: the answer is no: nothing can serve, or bytes differ
 EXIT_USAGE = 2  #: the question was wrong
@@ -116,14 +116,14 @@ def parse_device(text: str) -> torch.device:
         CommandError: not a device, or not one of this machine's.
     """
     here = available_devices()
-    have = ", ".join(map(str, here))
     try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise CommandError(f"--device: has {text!r}, needs a torch device; this machine has {have}") from None
-    if not any(device.type == known.type and device.index in (None, known.index or 0) for known in here):
+        device = usable_device(text)
+        known = device.type in {other.type for other in here}
+    except ValueError:
+        known = False
+    if not known:
         raise CommandError(
-            f"--device: has {text!r}, this machine has {have}; "
+            f"--device: has {text!r}, needs a torch device; this machine has {', '.join(map(str, here))}; "
             "`kvhal explain --platform KIND --arch ARCH` describes another machine"
         )
     return device

@@ -157,7 +157,7 @@ def test_explain_goes_by_the_configuration(tmp_path: Path) -> None:
         (["store_kv_cache", "--format", '{"quantized_dtype": "e4m3"}'], "--format: "),
         (["kv_index_cat", "--format", "V41_FORMAT"], "kv_index_cat handles no records"),
         (["kv_index_cat", "--device", "toaster"], "has 'toaster', needs a torch device; this machine has cpu"),
-        (["kv_index_cat", "--device", "xpu:7"], "has 'xpu:7', this machine has cpu"),
+        (["kv_index_cat", "--device", "xpu:7"], "has 'xpu:7', needs a torch device; this machine has cpu"),
         (["kv_index_cat", "--backend", "nobody"], "has 'nobody', needs one of cuda_tilelang"),
         (["kv_index_cat", "--arch", "sm_90"], "need --platform as well"),
         (["kv_index_cat", "--platform", "cuda"], "needs --arch as well"),
