@@ -29,7 +29,7 @@ from kvhal.ops import (
 from kvhal.ops.checks import check_int, check_type
 from kvhal.platform import usable_device
 
-MANY = 1 << 15  #: tokens, more than any backend's kernels for few tokens take
+MANY = (1 << 14) + 1  #: tokens, more than any backend's kernels for few tokens take
 
 
 @dataclass(frozen=True)

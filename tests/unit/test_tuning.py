@@ -16,6 +16,7 @@ from kvhal.interface import Backend
 from kvhal.registry import BUILTIN_BACKENDS, backends
 from kvhal.testing.platforms import PLATFORMS
 from kvhal.tuning import Choice, Figure, Key, Table
+from kvhal.warm import MANY
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 #: what the files call the share of the copy's bandwidth, or of the smallest kernel's speed
@@ -91,6 +92,21 @@ def test_defaults_are_small() -> None:
         size, warps = shape[0], shape[-1]
         assert all(number.bit_count() == 1 for number in shape) and 64 * warps <= 256  # 64 lanes a warp on CDNA
         assert size // (32 * warps) <= 64
+
+
+def test_a_warmup_reaches_the_kernels_for_many_tokens() -> None:
+    """Where a shape says how many tokens are few, the calls of `kvhal.warmup` have more."""
+    places = {"store": 2, "slots": 2, "slots_index": 2, "fused": 3, "store_few": 1, "slots_few": 1, "fused_few": 1}
+    few = []
+    for table in TUNED.values():
+        assert table is not None
+        shapes = [
+            *table.defaults.items(),
+            *((key, choice.shape) for row in table.tuned.values() for key, choice in row.items()),
+        ]
+        own = {kernel for kernel, _ in table.defaults if kernel.endswith("_few")}
+        few += [shape[places[key[0]]] for key, shape in shapes if (key[0] in own if own else key[0] in places)]
+    assert len(few) > 20 and max(few) < MANY
 
 
 def test_a_table_refuses_what_no_default_has() -> None:
