@@ -97,7 +97,9 @@ def jobs(variants: bool) -> list[Job]:
             Job("store", store.store_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order=order, shape=wide)
             for order in ("consecutive", "pages", "tokens")
         ]
-        found.append(Job("store", store.store_kernel, (V41_FP4_FORMAT, 64, "int64", 16), V41_FP4_FORMAT, shape=wide))
+        held = shape and (*shape, 0, max(1, 32 // shape[1]))  # warps of a multiprocessor: fewer registers a thread
+        for tried in dict.fromkeys((wide, held)):
+            found.append(Job("store", store.store_kernel, (V41_FP4_FORMAT, 64, "int64", 16), V41_FP4_FORMAT, shape=tried))
         for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT):
             found.append(Job("load", load.load_kernel, (layout, 64, 16), layout, shape=shape))
         found.append(Job("slots", load.slots_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order="tokens", shape=shape))

@@ -36,7 +36,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Octets:
-    """How the octets of a record lie on a warp.
+    """How the octets of a record lie on lanes: of a warp, or of two where a kernel says so.
 
     Attributes:
         count: octets of a record.

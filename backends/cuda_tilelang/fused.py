@@ -29,16 +29,16 @@ from kvhal.backends.cuda_tilelang.fused_stages import (
     token_reader,
     value_writer,
 )
-from kvhal.backends.cuda_tilelang.tuned import shape_of
+from kvhal.backends.cuda_tilelang.tuned import TUNED_ROUNDS, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import cache_geometry
 
-#: as build.FEW_BLOCKS, one a multiprocessor: of more, some multiprocessors get several where those of later kernels wait
+#: As build.FEW_BLOCKS; one a multiprocessor of an H200. Of a larger grid some multiprocessors get two thread blocks and others
+#: none, since those of later kernels, which wait, take up the places.
 FEW_FUSED_BLOCKS = 132
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-TUNED_ROUNDS = 2  #: octets of a lane in the records that tuned.py was measured with
 
 
 def bind_fused_store(request: Request) -> Launcher:
@@ -84,12 +84,12 @@ def _without_holes(run: Kernel, absent: torch.Tensor) -> Kernel:
         kv: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, _: Any, cache: Any, slots: Any, back: Any
     ) -> None:
         if norm is not None and rope is not None and back is None:  # most calls
-            run(kv, norm.weight, norm.eps, rope.positions, rope.cos_sin_cache, cache, slots, absent)
+            run(kv, norm.weight, float(norm.eps), rope.positions, rope.cos_sin_cache, cache, slots, absent)
             return
         run(
             kv,
             absent if norm is None else norm.weight,
-            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else float(norm.eps),
             absent if rope is None else rope.positions,
             absent if rope is None else rope.cos_sin_cache,
             absent if cache is None else cache,

@@ -1,6 +1,6 @@
 """The text of the fused store's CUDA device functions, on a token's octets as fp32 in registers. Namespace ``kv``.
 
-One fp32 operation at a time, in the order of docs/numerics.md. Every lane of a warp must come to each of them.
+One fp32 operation at a time, in the order of docs/numerics.md. Every thread of a thread block must come to each of them.
 """
 
 #: rows and weights into registers, and the one rounding at the end
@@ -114,6 +114,7 @@ __device__ __forceinline__ void norm(float* v, const float* weight, float eps, i
   const float r = inverse_root(__fadd_rn(mean, eps));
 #pragma unroll
   for (int h = 0; h < 2 * ROUNDS; ++h) {  // half octets
+    if (SLOTS != OCTETS && h / 2 * LANES + lane >= OCTETS) continue;  // padding stays zero: 0 * Inf would be a group's NaN
     const float4 w = weights(weight, h, lane);
     v[4 * h] = __fmul_rn(__fmul_rn(v[4 * h], r), w.x);
     v[4 * h + 1] = __fmul_rn(__fmul_rn(v[4 * h + 1], r), w.y);

@@ -18,7 +18,7 @@ from kvhal.backends.cuda_tilelang.build import (
     launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
-from kvhal.backends.cuda_tilelang.tuned import ONE_ROUND, shape_of
+from kvhal.backends.cuda_tilelang.tuned import ONE_ROUND, TUNED_ROUNDS, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry
@@ -53,6 +53,7 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
     tokens, warps, _, held = shape
     rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
+    held = held if rounds <= TUNED_ROUNDS else 1  # larger records need the registers of several
     n, blocks = T.dynamic("n", "int64"), T.dynamic("blocks", "int64")
     kv_stride, block_stride = T.dynamic("kv_stride", "int64"), T.dynamic("block_stride", "int64")
     put_record = record_writer(geometry)

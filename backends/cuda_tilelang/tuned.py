@@ -37,7 +37,8 @@ def measured(shape: Shape, op: str, layout: str, share: float) -> Choice:
 ONE_ROUND = (1, 4)
 #: one round of a store of e2m1 took 4.8 us at 8,192 tokens and 1.3 at 64, four rounds 5.6 and 2.1 (the file of `streamed`)
 FEW = 16384
-FEW_FUSED = 1024  #: V41_FORMAT's fused store took 1.22 us at 256 tokens and 2.5 at 1,024 so, 1.5 and 2.6 with `fused_kernel`
+FEW_FUSED = 1024  #: V41_FORMAT's fused store took 1.12 us at 128 tokens and 2.41 at 1,024 so, 1.52 and 2.63 with `fused_kernel`
+TUNED_ROUNDS = 2  #: octets of a lane in the records that this was measured with
 
 TABLE = Table(
     tuned={

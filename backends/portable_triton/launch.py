@@ -150,7 +150,7 @@ def _reader(kinds: tuple[type, ...], aligned: tuple[bool, ...]) -> Callable[...,
 def few_shape(kernel: str, record: Record, platform: Platform) -> tuple[int, int]:
     """Tokens of a call up to which each gets a program of its own, and its warps; `kernel` is a name in tuned.py.
 
-    None under the interpreter, which runs one program after another.
+    0 tokens under the interpreter, which runs one program after another.
     """
     elements, most = shape_of(platform.arch, kernel, None if record.dtype == "bf16" else record.dtype)
     return 0 if platform.interpreted else most, min(MAX_WARPS, max(1, record.tile // elements))

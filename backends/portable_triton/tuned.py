@@ -4,7 +4,7 @@ store, fused, load, slots  (elements a program, tokens at least, warps): as many
                            a larger record gets a program of its own, with as many times the warps
 store_pairs, fused_pairs   the same of kernels that quantise two elements a register: eight lanes a row (see packed)
 raw                        (bytes of data a program, tokens at least, warps), likewise
-*_few                      (elements a warp, tokens at most): calls of so few give each token a program of its own
+*_few                      (elements a warp, tokens at most): calls of so few give each token a program of its own; 0: never
 others                     (table entries a program, warps)
 All are powers of two.
 """
@@ -30,7 +30,8 @@ def measured(shape: Shape, op: str, layout: str, share: float) -> Choice:
 
 
 def few(shape: Shape, op: str, layout: str, share: float) -> Choice:
-    """Chosen from elements a warp, and from the kernel for many tokens, at 128 tokens; the limit from the rows of others."""
+    """Chosen from elements a warp, and from the kernel for many tokens, at 128 tokens. A limit is the largest number of tokens
+    at which no format of the data type loses; index records, which are not all in the file, lose first."""
     row = {"backend": "portable_triton", "op": op, "format": layout, "tokens": 128, "shape": [shape[0], 1 << 30]}
     return Choice(shape, Figure("h200_few_tokens.json", row, share, 3))
 

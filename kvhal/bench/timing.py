@@ -25,7 +25,7 @@ from kvhal.version import __version__
 REFERENCE = "reference_torch"
 ROTATION_BYTES = 1 << 28  #: buffers rotated through add up to this, several times any L2
 MAX_ROTATION = 32
-#: bytes that a graph moves in all, in calls at least and at most: what lies between two graphs must not count
+#: A graph has as many calls as move so many bytes, but so many at least and at most, so that gaps between graphs hardly count
 STREAM_BYTES, STREAM = 1 << 33, (16, 128)
 REPEATS = 21
 CPU_SECONDS = 0.5  #: time spent on one cell on a CPU

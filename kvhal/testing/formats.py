@@ -18,6 +18,7 @@ ODD_FORMATS: dict[str, KVCacheFormat] = {
     "ODD_MAIN_FP4_50": KVCacheFormat("e2m1", 50, 16, 0, True, "e4m3", "29-byte record", token_interleaved=True),
     "ODD_INDEX_FP32_30": KVCacheFormat("e4m3", 30, 15, 0, False, "fp32", "fp32 scales off 4-byte addresses"),
     "RAW_INTERLEAVED_64": KVCacheFormat("e2m1", 64, 32, 0, False, "ue8m0", "raw, scales behind data", token_interleaved=True),
+    "ODD_MAIN_FP4_40": KVCacheFormat("e2m1", 40, 16, 0, True, "e4m3", "a group of one octet last", token_interleaved=True),
     "BF16_48": KVCacheFormat(None, 0, 0, 48, False, None, "a short bf16 record"),
 }
 

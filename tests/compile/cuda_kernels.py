@@ -7,12 +7,14 @@ from typing import Any
 from kvhal.backends.cuda_tilelang import fused, index, load, plan, store
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
-from kvhal.testing.formats import USER_FORMATS
+from kvhal.testing.formats import CONFORMANCE_FORMATS, USER_FORMATS
 from tests.compile.cuda_sources import ARCH
 
 FORMATS = {**BUILTIN_FORMATS, "MAIN_384": USER_FORMATS["MAIN_384"]}
 PLAIN = fused.Stages("bfloat16", "bfloat16", fused.Rope(448, 64, False, "int64"), False, "int64", False, 16)
 EVERYTHING = fused.Stages("float32", "float32", fused.Rope(32, 64, True, "int32"), True, "int32", True, 2)
+NORM_ONLY = fused.Stages("bfloat16", "bfloat16", None, False, "int64", False, 16)
+PADDED = ("MAIN_384", "ODD_MAIN_FP4_40")  #: formats that leave lanes without an octet
 BACK_ONLY = fused.Stages("bfloat16", None, None, False, None, True, 16)
 Job = tuple[Any, ...]  #: a factory and its arguments
 
@@ -27,6 +29,9 @@ def job(factory: Any, *arguments: Any, arch: str = ARCH) -> Job:
 
 def _stores() -> dict[str, Job]:
     found = {f"store_{name}": job(store.store_kernel, layout, 64, "int64", 16) for name, layout in FORMATS.items()}
+    for elements in (1024, 2048):  # more octets a lane than the records that tuned.py was measured with
+        wide = KVCacheFormat("e2m1", elements, 16, 0, True, "e4m3", "a wide record", token_interleaved=True)
+        found[f"store_FP4_{elements}"] = job(store.store_kernel, wide, 64, "int64", 16)
     found["store_default"] = job(store.store_kernel, V41_FP4_FORMAT, 64, "int64", 16, arch="none")
     return found | {"store_narrow": job(store.store_kernel, V41_FORMAT, 133, "int32", 2)}
 
@@ -60,8 +65,10 @@ def _fused() -> dict[str, Job]:
         "MXFP8_INDEX_KV_FORMAT": EVERYTHING,
         "BF16_FORMAT": BACK_ONLY,
     }
-    found = {f"fused_{name}": job(fused.fused_kernel, BUILTIN_FORMATS[name], 3, on) for name, on in stages.items()}
-    return found | {f"fused_few_{name}": (fused.few_kernel, BUILTIN_FORMATS[name], 3, on) for name, on in stages.items()}
+    jobs = [(name, BUILTIN_FORMATS[name], on) for name, on in stages.items()]
+    jobs += [(name, layout, NORM_ONLY) for name, layout in CONFORMANCE_FORMATS.items() if name in PADDED]
+    found = {f"fused_{name}": job(fused.fused_kernel, layout, 3, on) for name, layout, on in jobs}
+    return found | {f"fused_few_{name}": (fused.few_kernel, layout, 3, on) for name, layout, on in jobs}
 
 
 GROUPS = {"stores": _stores, "loads": _loads, "slots and indices": _slots_and_indices, "fused": _fused}

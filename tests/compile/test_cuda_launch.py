@@ -110,3 +110,6 @@ def test_a_fused_kernel_gets_the_numbers_and_tensors_of_this_call(log: list[tupl
     given = log[-1][2]
     expected = (kv, other[0].weight, 0.5, other[1].positions, other[1].cos_sin_cache, cache, slots, back)
     assert all(have is need or have == need for have, need in zip(given, expected, strict=True))
+    prepared(kv, NormArgs(other[0].weight, 10**20), other[1], None, cache, slots, back)
+    prepared(kv, NormArgs(other[0].weight, 10**20), None, None, cache, slots, None)
+    assert [type(entry[2][2]) for entry in log[-2:]] == [float, float], "an int beyond 64 bits cannot be passed as one"

@@ -15,7 +15,11 @@ OPS = (Op.STORE, Op.LOAD_SLOTS, Op.FUSED_STORE)  #: that have kernels for few to
 
 @contextmanager
 def no_call_is_small(backend: str) -> Iterator[None]:
-    """Inside, a backend's table says that zero tokens are the most of a small call."""
+    """Inside, a backend's table says that zero tokens are the most of a small call; one of OPS has to be called.
+
+    Raises:
+        AssertionError: the backend asked its table for no shape that has such a number.
+    """
     modules: tuple[Any, ...]
     if backend == "cuda_tilelang":
         from kvhal.backends.cuda_tilelang import fused, load, store
@@ -28,11 +32,17 @@ def no_call_is_small(backend: str) -> Iterator[None]:
         modules = (launch,)
         places = {"store_few": 1, "slots_few": 1, "fused_few": 1}
 
+    patched = 0
+
     def without_few(shape_of: Any) -> Any:
         def changed(arch: str, kernel: str, dtype: str | None) -> tuple[int, ...]:
+            nonlocal patched
             shape: tuple[int, ...] = shape_of(arch, kernel, dtype)
             at = places.get(kernel)
-            return shape if at is None else (*shape[:at], 0, *shape[at + 1 :])
+            if at is None:
+                return shape
+            patched += 1
+            return (*shape[:at], 0, *shape[at + 1 :])
 
         return changed
 
@@ -42,6 +52,7 @@ def no_call_is_small(backend: str) -> Iterator[None]:
         one.start()
     try:
         yield
+        assert patched, f"{backend}'s table has none of {', '.join(places)}"
     finally:
         for one in patches:
             one.stop()

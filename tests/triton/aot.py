@@ -63,10 +63,11 @@ def jobs(arch: str) -> list[Job]:
     found = []
     for name in BUILTIN_FORMATS:
         found += [Job(arch, op, name) for op in (store, "load_paged_kv_cache", slots)]
-        found += [Job(arch, slots, name, "few"), *(Job(arch, fused, name, f"norm-rope{few}") for few in ("", "-few"))]
+        found += [Job(arch, fused, name, f"norm-rope{few}") for few in ("", "-few")]
+        if BUILTIN_FORMATS[name].quantized_dtype is not None:
+            found += [Job(arch, op, name, "few") for op in (store, slots)]
         if arch == MEASURED and BUILTIN_FORMATS[name].is_index:  # the stages of indexer keys
             found += [Job(arch, fused, name, f"norm-rope-hadamard{few}") for few in ("", "-few")]
-    found += [Job(arch, store, name, "few") for name in ("V41_FP4_FORMAT", "FP4_INDEX_KV_FORMAT")]
     for name in ("V41_FORMAT", "V41_FP4_FORMAT", "FP4_INDEX_KV_FORMAT"):
         found += [Job(arch, fused, name, "neox-hadamard-back")]
         found += [Job(arch, store, name, "misaligned"), Job(arch, slots, name, "misaligned")]

@@ -13,6 +13,8 @@ from kvhal.interface import HadamardArgs, NormArgs, Op, Request, RopeArgs
 from kvhal.layout import DATA_DTYPES, alloc_kv_cache, sf_output
 from kvhal.platform import Platform
 
+FEW, MANY = 100, 4096  #: tokens for which every operation takes its kernel for few, if it has one, and for many
+
 if TYPE_CHECKING:
     from tests.triton.aot import Job
 
@@ -35,7 +37,7 @@ def call(job: Job) -> None:
     if layout is None:
         index_call(request.op, launch)
     else:
-        format_call(request.op, launch, layout, job.variant, 100 if "few" in job.variant else 2000)
+        format_call(request.op, launch, layout, job.variant, FEW if "few" in job.variant else MANY)
 
 
 def sweep(arch: str) -> Iterator[tuple[tuple[str, str], Callable[[], None]]]:
@@ -48,12 +50,12 @@ def sweep(arch: str) -> Iterator[tuple[tuple[str, str], Callable[[], None]]]:
         layout = BUILTIN_FORMATS[name]
         for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE):
             launch = BACKEND.bind(Request(op, layout, platform, 64))
-            for n in range(1, 2400, 12):  # the kernels for few tokens and those for many
-                dtype = torch.int32 if n % 24 < 12 else torch.int64
-                run = partial(format_call, op, launch, layout, "", n, 1 + n // 70, dtype)
+            for n in range(1, MANY, MANY // 200):  # the kernels for few tokens and those for many
+                dtype = torch.int32 if n // (MANY // 200) % 2 else torch.int64
+                run = partial(format_call, op, launch, layout, "", n, 1 + n // 140, dtype)
                 yield (f"{op}/{name}", "sizes"), run
             for variant in ("", "misaligned"):
-                for n in (1, 16, 33, 1600):
+                for n in (1, 16, 33, MANY):
                     for dtype in (torch.int32, torch.int64):
                         run = partial(format_call, op, launch, layout, variant, n, 2, dtype)
                         yield (f"{op}/{name}", "alignments"), run

@@ -56,6 +56,14 @@ def test_every_kernel_has_a_baseline_and_every_baseline_a_kernel() -> None:
     assert Baseline().keys("portable_triton") == {job.kernel for job in jobs(MEASURED)}
 
 
+def test_few_tokens_and_many_have_kernels_of_their_own() -> None:
+    """Else their names in the baseline would stand for one kernel, and the other would be held to nothing."""
+    kernels = Baseline().kernels
+    few = [name for name in kernels if name.startswith("portable_triton/") and name.endswith("-few")]
+    assert len(few) > 15
+    assert [name for name in few if kernels[name] == kernels[name.removesuffix("-few")]] == []
+
+
 def test_few_variants_are_compiled() -> None:
     counts = count_variants("sm_90")
     assert counts["sizes"] and counts["alignments"]

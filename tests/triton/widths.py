@@ -11,7 +11,8 @@ BITS = re.compile(r"st\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)")
 
 
 def widest_stores(names: list[str]) -> dict[str, dict[str, int]]:
-    """Bytes of the widest global store of the store and fused kernels for sm_90, by operation and format name."""
+    """Bytes of the widest global store of the store and fused kernels for sm_90, for few tokens and many, by operation and
+    format name."""
     before = os.environ.pop("TRITON_INTERPRET", None)
     try:
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
@@ -33,6 +34,7 @@ def _widest(name: str) -> dict[str, int]:
     from kvhal.platform import Platform
     from kvhal.testing.formats import CONFORMANCE_FORMATS
     from tests.triton.aot import specialise
+    from tests.triton.calls import FEW, MANY
 
     layout, found = CONFORMANCE_FORMATS[name], {}
     cache, weight = alloc_kv_cache(1, 64, layout, "cpu"), torch.zeros(layout.elements)
@@ -48,7 +50,7 @@ def _widest(name: str) -> dict[str, int]:
     Kernel.__call__ = read  # type: ignore[method-assign]
     for op in (Op.STORE, Op.FUSED_STORE):
         launch = BACKEND.bind(Request(op, layout, Platform("cuda", "sm_90"), 64))
-        for n in (9, 2000):  # kernels for few tokens, and for many
+        for n in (FEW, MANY):
             kv, slots = torch.zeros(n, layout.elements, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int64)
             launch(kv, cache, slots) if op == Op.STORE else launch(kv, NormArgs(weight), None, None, cache, slots, None)
     return found
