@@ -12,23 +12,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import copy_context
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import kvhal
-from kvhal import config
 from kvhal.backends.cuda_tilelang import fused
 from kvhal.backends.portable_triton import launch
 from kvhal.bench.timing import Clock, environment, measure
 from kvhal.bench.work import make_work
 from kvhal.formats import BF16_FORMAT, MXFP8_INDEX_KV_FORMAT, V41_FORMAT, V41_FP4_FORMAT, format_to_text
 from kvhal.interface import Op
+from kvhal.tuning import Shape
+from kvhal.warm import side_by_side
+from tests.gpu.small_calls import shapes_changed
 
 ALL = 1 << 30
 TOKENS = (1, 128, 256, 512, 1024, 2048)
@@ -41,21 +40,11 @@ CELLS = [(op, layout) for op in (Op.FUSED_STORE, Op.LOAD_SLOTS) for layout in (V
 CELLS += [(Op.FUSED_STORE, MXFP8_INDEX_KV_FORMAT), (Op.STORE, V41_FP4_FORMAT), (Op.STORE, V41_FORMAT)]
 
 
-@contextmanager
-def shaped(backend: str, shape: tuple[int, ...]) -> Iterator[None]:
+def with_few(backend: str, few: Shape) -> AbstractContextManager[None]:
     """Inside, the backend's kernels for few tokens have this shape."""
-    module: Any = launch if backend == "portable_triton" else fused
-    shape_of = module.shape_of
-
-    def changed(arch: str, kernel: str, dtype: str | None) -> tuple[int, ...]:
-        if backend == "portable_triton":
-            return shape if kernel.endswith("_few") else shape_of(arch, kernel, dtype)
-        return (*shape_of(arch, kernel, dtype)[:-1], *shape)
-
-    config.forget()
-    with patch.object(module, "shape_of", changed), kvhal.use_backend(backend):
-        yield
-    config.forget()
+    if backend == "portable_triton":
+        return shapes_changed((launch,), lambda kernel, shape: few if kernel.endswith("_few") else shape)
+    return shapes_changed((fused,), lambda kernel, shape: (*shape[:-1], *few))
 
 
 def rows(clock: Clock) -> Iterator[dict[str, Any]]:
@@ -63,11 +52,8 @@ def rows(clock: Clock) -> Iterator[dict[str, Any]]:
     for backend, shapes in SHAPES.items():
         cells = [cell for cell in CELLS if backend == "portable_triton" or cell[0] == Op.FUSED_STORE]
         for shape in shapes:
-            with shaped(backend, shape):
-                with ThreadPoolExecutor(8) as pool:  # compilers run outside the interpreter lock
-                    works = [make_work(op, layout, 1, 64, "pages", DEVICE, 0) for op, layout in cells]
-                    for built in [pool.submit(copy_context().run, work.call) for work in works]:
-                        built.result()
+            with with_few(backend, shape), kvhal.use_backend(backend):
+                side_by_side([make_work(op, layout, 1, 64, "pages", DEVICE, 0).call for op, layout in cells])
                 for op, layout in cells:
                     for tokens in TOKENS:
                         us = measure(clock, backend, op, layout, tokens, 64, "pages").median_us

@@ -15,8 +15,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from bench_host import Call, index_calls, record_calls
 import kvhal
 from kvhal import config
 from kvhal.bench.timing import Clock, environment
+from kvhal.warm import side_by_side
 
 ROUNDS, NUMBER = 40, 100
 Direct = Callable[[], object]
@@ -92,9 +91,7 @@ def measure(backend: str) -> list[dict[str, Any]]:
     """A row an operation."""
     with kvhal.use_backend(backend):
         calls = [*record_calls("cuda", 1), *index_calls("cuda")]
-        with ThreadPoolExecutor(len(calls)) as pool:  # compilers run outside the interpreter lock
-            for built in [pool.submit(copy_context().run, call.public) for call in calls]:
-                built.result()
+        side_by_side([call.public for call in calls])
         kernels = (tilelang_kernels if backend == "cuda_tilelang" else triton_kernels)(calls)
         rows = torch.zeros((1, 512), dtype=torch.bfloat16, device="cuda")
         found = []

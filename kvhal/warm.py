@@ -103,12 +103,17 @@ def warmup(
     for stages in fused:
         check_type("fused", stages, FusedStages)
     record_ops = [op for op in wanted if op in FORMAT_OPS and op != Op.FUSED_STORE]
-    calls: list[Callable[[], None]]
+    calls: list[Callable[[], object]]
     calls = [partial(_warm_format, op, layout, block_size, device) for layout in layouts for op in record_ops]
     if Op.FUSED_STORE in wanted:
         calls += [partial(_warm_fused, stages, layout, block_size, device) for layout in layouts for stages in fused]
     calls += [partial(_warm_index, op, block_size, device) for op in wanted if op not in FORMAT_OPS]
-    with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1) or 1) as pool:  # compilers run outside the interpreter lock
+    side_by_side(calls)
+
+
+def side_by_side(calls: list[Callable[[], object]]) -> None:
+    """Makes calls under the configuration in force, each in a thread: compilers run outside the interpreter lock."""
+    with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1) or 1) as pool:
         for built in [pool.submit(copy_context().run, call) for call in calls]:
             built.result()
 

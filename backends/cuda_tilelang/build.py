@@ -118,6 +118,15 @@ def await_producers(blocks, few=FEW_BLOCKS):
     T.pdl_sync()
 
 
+@T.macro
+def await_slots(slots, index, blocks):
+    """As `await_producers`; meanwhile the thread's first slot is brought to L2."""
+    if blocks <= FEW_BLOCKS:
+        T.pdl_trigger()
+        call("kv::prefetch", T.address_of(slots[index]))
+    T.pdl_sync()
+
+
 def call(function: str, *arguments: Any) -> Any:
     """A call of a device function of the kernel's prelude, as a statement."""
     return T.call_extern("handle", function, *arguments)

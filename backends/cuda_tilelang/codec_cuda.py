@@ -75,6 +75,12 @@ __device__ __forceinline__ void put_record(void* data_at, void* sf_at, int lane,
 """
 
 FLOATS = r"""
+// fl(1 / x) of e4m3 scales and of numbers well inside fp32's range: one Newton step, without the calls for all others
+// (tests/triton and tests/gpu compare every input that there is)
+__device__ __forceinline__ float reciprocal(float x) {
+  float q; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(x));
+  return __fmaf_rn(q, __fmaf_rn(-x, q, 1.f), q);
+}
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 // nearest even; a NaN becomes 0x7FFF
@@ -139,11 +145,6 @@ __device__ __forceinline__ u32 scale(u32 amax, float& multiplier) {
 __device__ __forceinline__ float scale_value(u32 sf) { return __uint_as_float(sf << 23); }
 """,
     "e4m3": r"""
-// fl(1 / x) of x that is an e4m3 scale: one Newton step, without the calls for numbers that are none (tests/triton has all)
-__device__ __forceinline__ float reciprocal(float x) {
-  float q; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(x));
-  return __fmaf_rn(q, __fmaf_rn(-x, q, 1.f), q);
-}
 __device__ __forceinline__ u32 scale(u32 amax, float& multiplier) {
   const float largest = fmaxf(__uint_as_float(amax << 16), E4M3_SF_FLOOR);
   const u32 sf = e4m3_pair(fminf(__fmul_rn(largest, E4M3_SF_RECIPROCAL), E4M3_LARGEST), 0.f);

@@ -13,7 +13,6 @@ from kvhal.backends.cuda_tilelang.build import (
     Kernel,
     aligned,
     await_producers,
-    cache_argument,
     call,
     kernel,
     launcher,
@@ -24,8 +23,8 @@ from kvhal.backends.cuda_tilelang.fused_stages import (
     TYPE_NAMES,
     Rope,
     Stages,
-    absent_unless,
     fused_source,
+    parameter_types,
     token_reader,
     value_writer,
 )
@@ -110,26 +109,25 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
     geometry, octets, (warps, blocks_at_most, held) = cache_geometry(layout, block_size), Octets.of(layout), shape[:3]
     rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
     prelude = fused_source(geometry, stages, octets, tokens, staged=True)
-    n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
-    kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
-    max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
+    types = parameter_types(geometry, stages)
+    n, kv_stride, max_position = types.n, types.kv_stride, types.max_position
     words, step, rope = INPUT_WORDS[stages.input_dtype], tokens * blocks_at_most, stages.rope
     turn_count = rope.turns(octets) if rope else 1
-    with_norm, with_rope, with_slots = stages.weight_dtype is not None, rope is not None, stages.slot_dtype is not None
+    with_norm, with_rope = stages.weight_dtype is not None, rope is not None
     stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
     fetch, finish = token_reader(stages, octets), value_writer(geometry, stages, octets)
     held = held if rounds <= TUNED_ROUNDS else 1  # larger records need the registers of several
 
     @T.prim_func
     def fused(
-        kv: T.StridedTensor((n, layout.elements), (kv_stride, 1), stages.input_dtype),
-        weight: absent_unless(stages.weight_dtype, (layout.elements,), (1,), stages.weight_dtype),
+        kv: types.kv,
+        weight: types.weight,
         eps: T.float32,
-        positions: absent_unless(rope, (n,), (1,), rope.position_dtype if rope else None),
-        cos_sin: absent_unless(rope, (max_position, rope.dim if rope else 1), (position_stride, 1), "float32"),
-        cache: cache_argument(geometry, blocks, block_stride) if with_slots else T.Tensor((1,), "float32"),
-        slots: absent_unless(with_slots, (n,), (1,), stages.slot_dtype),
-        back: absent_unless(stages.back, (n, layout.elements), (back_stride, 1), "bfloat16"),
+        positions: types.positions,
+        cos_sin: types.cos_sin,
+        cache: types.cache,
+        slots: types.slots,
+        back: types.back,
     ):
         with T.Kernel(T.min(T.ceildiv(n, tokens), blocks_at_most), threads=WARP * warps, prelude=prelude) as program:
             T.annotate_min_blocks_per_sm(held)
@@ -160,7 +158,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
                     call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
                 if with_rope:
                     call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
-                finish(values, lane, cache, where, blocks * block_size, back, n, token)
+                finish(values, lane, cache, where, types.blocks * block_size, back, n, token)
                 token += step
                 at += step * kv_stride
 
@@ -180,24 +178,23 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
     rounds, lanes, words, rope = octets.rounds, octets.lanes, INPUT_WORDS[stages.input_dtype], stages.rope
     threads = max(WARP, lanes)
     tokens, turn_count = threads // lanes, rope.turns(octets) if rope else 1
-    n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
-    kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
-    max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
-    with_norm, with_rope, with_slots = stages.weight_dtype is not None, rope is not None, stages.slot_dtype is not None
+    types = parameter_types(geometry, stages)
+    n, kv_stride, max_position = types.n, types.kv_stride, types.max_position
+    with_norm, with_rope = stages.weight_dtype is not None, rope is not None
     weight_words, weight_type = INPUT_WORDS.get(str(stages.weight_dtype), 1), TYPE_NAMES.get(str(stages.weight_dtype))
     fetch, finish = token_reader(stages, octets), value_writer(geometry, stages, octets)
     prelude = fused_source(geometry, stages, octets, tokens, staged=False)
 
     @T.prim_func
     def fused_few(
-        kv: T.StridedTensor((n, layout.elements), (kv_stride, 1), stages.input_dtype),
-        weight: absent_unless(stages.weight_dtype, (layout.elements,), (1,), stages.weight_dtype),
+        kv: types.kv,
+        weight: types.weight,
         eps: T.float32,
-        positions: absent_unless(rope, (n,), (1,), rope.position_dtype if rope else None),
-        cos_sin: absent_unless(rope, (max_position, rope.dim if rope else 1), (position_stride, 1), "float32"),
-        cache: cache_argument(geometry, blocks, block_stride) if with_slots else T.Tensor((1,), "float32"),
-        slots: absent_unless(with_slots, (n,), (1,), stages.slot_dtype),
-        back: absent_unless(stages.back, (n, layout.elements), (back_stride, 1), "bfloat16"),
+        positions: types.positions,
+        cos_sin: types.cos_sin,
+        cache: types.cache,
+        slots: types.slots,
+        back: types.back,
     ):
         with T.Kernel(T.ceildiv(n, tokens), threads=threads, prelude=prelude) as program:
             raw = T.alloc_local((rounds * words,), "uint32")
@@ -231,6 +228,6 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
                 call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
             if with_rope:
                 call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
-            finish(values, lane, cache, slot[0], blocks * block_size, back, n, token)
+            finish(values, lane, cache, slot[0], types.blocks * block_size, back, n, token)
 
     return fused_few

@@ -34,12 +34,11 @@ ROOT = r"""
 // intrinsics' own fast paths (tests/gpu compares all inputs): one check instead of two, and no calls
 __device__ __forceinline__ float inverse_root(float x) {
   if (!(x >= 0x1p-96f && x <= 0x1p96f)) return __frcp_rn(__fsqrt_rn(x));
-  float y, q;
+  float y;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   float root = __fmul_rn(x, y);
   root = __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(y, 0.5f), root);
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(root));
-  return __fmaf_rn(q, __fmaf_rn(-q, root, 1.f), q);
+  return reciprocal(root);
 }
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from kvhal.backends.cuda_tilelang.build import call
+from kvhal.backends.cuda_tilelang.build import cache_argument, call
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, Octets, source
 from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROOT, ROPE, ROPE_INSIDE
 from kvhal.backends.cuda_tilelang.store import record_writer
@@ -83,9 +83,46 @@ def fused_source(geometry: CacheGeometry, stages: Stages, octets: Octets, tokens
     )
 
 
-def absent_unless(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: str | None) -> Any:
-    """A tensor parameter; one float stands for an argument that is left out."""
-    return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
+@dataclass(frozen=True)
+class ParameterTypes:
+    """The parameters of every kernel of the fused store, and the symbols in them that a kernel computes with."""
+
+    n: Any
+    blocks: Any
+    kv_stride: Any
+    max_position: Any
+    kv: Any
+    weight: Any
+    positions: Any
+    cos_sin: Any
+    cache: Any
+    slots: Any
+    back: Any
+
+
+def parameter_types(geometry: CacheGeometry, stages: Stages) -> ParameterTypes:
+    """Those of kernels of these stages; one float stands for an argument that is left out."""
+
+    def tensor(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: str | None) -> Any:
+        return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
+
+    n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
+    kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
+    max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
+    elements, rope, with_slots = geometry.layout.elements, stages.rope, stages.slot_dtype is not None
+    return ParameterTypes(
+        n,
+        blocks,
+        kv_stride,
+        max_position,
+        kv=tensor(True, (n, elements), (kv_stride, 1), stages.input_dtype),
+        weight=tensor(stages.weight_dtype, (elements,), (1,), stages.weight_dtype),
+        positions=tensor(rope, (n,), (1,), rope.position_dtype if rope else None),
+        cos_sin=tensor(rope, (max_position, rope.dim if rope else 1), (position_stride, 1), "float32"),
+        cache=cache_argument(geometry, blocks, block_stride) if with_slots else T.Tensor((1,), "float32"),
+        slots=tensor(with_slots, (n,), (1,), stages.slot_dtype),
+        back=tensor(stages.back, (n, elements), (back_stride, 1), "bfloat16"),
+    )
 
 
 def value_writer(geometry: CacheGeometry, stages: Stages, octets: Octets) -> Any:

@@ -13,6 +13,7 @@ from kvhal.backends.cuda_tilelang.build import (
     SLOT_DTYPES,
     Kernel,
     aligned,
+    await_slots,
     cache_argument,
     call,
     kernel,
@@ -197,10 +198,7 @@ def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
             thread = T.get_thread_binding()
             lane = thread % lanes
             first = T.cast(group * warps + thread // WARP, "int64") * step + thread % WARP // lanes
-            if T.ceildiv(n, step * warps) <= FEW_BLOCKS:
-                T.pdl_trigger()
-                call("kv::prefetch", T.address_of(slots[T.min(first, n - 1)]))
-            T.pdl_sync()
+            await_slots(slots, T.min(first, n - 1), T.ceildiv(n, step * warps))
             for i in T.unroll(tokens):
                 slot[i] = T.int64(-1)
                 if first + i * side < n:

@@ -7,11 +7,11 @@ import torch
 
 from kvhal.backends.cuda_tilelang.build import (
     BF16_BYTES,
-    FEW_BLOCKS,
     ROW_ALIGNMENT,
     SLOT_DTYPES,
     Kernel,
     aligned,
+    await_slots,
     cache_argument,
     call,
     kernel,
@@ -73,10 +73,7 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
             thread = T.get_thread_binding()
             lane = thread % lanes
             first = T.cast(group * warps + thread // WARP, "int64") * step + thread % WARP // lanes
-            if T.ceildiv(n, step * warps) <= FEW_BLOCKS:
-                T.pdl_trigger()
-                call("kv::prefetch", T.address_of(slots[T.min(first, n - 1)]))
-            T.pdl_sync()
+            await_slots(slots, T.min(first, n - 1), T.ceildiv(n, step * warps))
             for i in T.unroll(tokens):
                 row = T.min(first + i * side, n - 1)  # past the last token: its row again, for no slot
                 slot[i] = T.if_then_else(first + i * side < n, T.cast(slots[row], "int64"), T.int64(-1))

@@ -155,7 +155,7 @@ def bind_fused_store(request: Request) -> Launcher:
             stages = Stages(norm is not None, *rotation, *flags, scale=record.elements**-0.5)
             # ptxas 12.8 packs four codes of the hardware's cast to a register and, where single codes are used again, reads
             # another one (wrong bytes on an H200): kernels that give rows back encode by integers
-            codec = replace(record, native=False) if stages.back else record if few else packed
+            codec = replace(record, native=False) if stages.back else packed
             codec = replace(codec, guarded=not few)
             # of a Hadamard transform and a single group by pairs Triton makes code that spills kilobytes a lane
             codec = replace(codec, pairs=codec.pairs and octets and not (stages.hadamard and record.groups == 1))

@@ -1,16 +1,34 @@
-"""As if no call were a small one: cases of a few tokens through the kernels for many."""
+"""Backends with other launch shapes than their tables': as if no call were a small one, or as a benchmark tries them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from kvhal import config
 from kvhal.interface import Op
+from kvhal.tuning import Shape
 
 OPS = (Op.STORE, Op.LOAD_SLOTS, Op.FUSED_STORE)  #: that have kernels for few tokens
+
+
+@contextmanager
+def shapes_changed(modules: tuple[Any, ...], change: Callable[[str, Shape], Shape]) -> Iterator[None]:
+    """Inside, what these modules' `shape_of` returns for a kernel goes through ``change(kernel, shape)`` first."""
+
+    def changed(shape_of: Callable[[str, str, str | None], Shape]) -> Callable[[str, str, str | None], Shape]:
+        return lambda arch, kernel, dtype: change(kernel, shape_of(arch, kernel, dtype))
+
+    config.forget()  # launchers keep their shapes
+    try:
+        with ExitStack() as patches:
+            for module in modules:
+                patches.enter_context(patch.object(module, "shape_of", changed(module.shape_of)))
+            yield
+    finally:
+        config.forget()
 
 
 @contextmanager
@@ -31,29 +49,16 @@ def no_call_is_small(backend: str) -> Iterator[None]:
 
         modules = (launch,)
         places = {"store_few": 1, "slots_few": 1, "fused_few": 1}
-
     patched = 0
 
-    def without_few(shape_of: Any) -> Any:
-        def changed(arch: str, kernel: str, dtype: str | None) -> tuple[int, ...]:
-            nonlocal patched
-            shape: tuple[int, ...] = shape_of(arch, kernel, dtype)
-            at = places.get(kernel)
-            if at is None:
-                return shape
-            patched += 1
-            return (*shape[:at], 0, *shape[at + 1 :])
+    def without_few(kernel: str, shape: Shape) -> Shape:
+        nonlocal patched
+        at = places.get(kernel)
+        if at is None:
+            return shape
+        patched += 1
+        return (*shape[:at], 0, *shape[at + 1 :])
 
-        return changed
-
-    patches = [patch.object(module, "shape_of", without_few(module.shape_of)) for module in modules]
-    config.forget()
-    for one in patches:
-        one.start()
-    try:
+    with shapes_changed(modules, without_few):
         yield
         assert patched, f"{backend}'s table has none of {', '.join(places)}"
-    finally:
-        for one in patches:
-            one.stop()
-        config.forget()
