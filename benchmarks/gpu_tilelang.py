@@ -39,7 +39,7 @@ OPS = {
     fused.fused_kernel: Op.FUSED_STORE,
 }
 SHAPES = [(1, 4), (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4)]  # tokens, warps
-FUSED = [(4, 1056, 8), (4, 4224, 8), (4, 8448, 8), (4, 16896, 8), (4, 19008, 9), (4, 33792, 8), (8, 8448, 4)]
+FUSED = [(4, 4, 8), (4, 8, 8), (4, 16, 8), (4, 32, 8), (4, 8, 9), (8, 8, 4)]
 TILES = [(32, 64), (32, 128), (64, 64), (64, 128), (64, 256), (128, 256)]
 
 
@@ -103,8 +103,8 @@ def jobs(variants: bool) -> list[Job]:
         for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT):
             found.append(Job("load", load.load_kernel, (layout, 64, 16), layout, shape=shape))
         found.append(Job("slots", load.slots_kernel, (V41_FORMAT, 64, "int64", 16), V41_FORMAT, order="tokens", shape=shape))
-    for turns in FUSED if variants else [()]:
-        found.append(Job("fused", fused.fused_kernel, (V41_FORMAT, 64, stages), V41_FORMAT, shape=turns))
+    for tried in FUSED if variants else [()]:
+        found.append(Job("fused", fused.fused_kernel, (V41_FORMAT, 64, stages), V41_FORMAT, shape=tried))
     for tile in tiles:
         wanted = INDEX_FORMATS if not variants else {"MXFP8": kvhal.MXFP8_INDEX_KV_FORMAT, "FP4": kvhal.FP4_INDEX_KV_FORMAT}
         found += [Job("load", load.raw_kernel, (layout, 64, 16), layout, shape=tile) for layout in wanted.values()]

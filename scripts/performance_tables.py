@@ -8,6 +8,7 @@ from typing import Any
 
 from sections import RESULTS, markdown_table
 
+LATENCY = "h200_latency.json"
 SHORT = {"fused_norm_rope_hadamard_cast_store_kvcache": "fused store"}
 
 
@@ -66,6 +67,21 @@ def _small(document: dict[str, Any]) -> str:
     return f"{note}\n\n{markdown_table(head, table)}"
 
 
+def _latency(document: dict[str, Any]) -> str:
+    """Microseconds of one format by tokens, and of copies by bytes."""
+    cells = document["cells"]
+    columns = list(dict.fromkeys((cell["op"], cell["backend"]) for cell in cells))
+    sizes = sorted({cell["tokens"] for cell in cells})
+    times = {(cell["op"], cell["backend"], cell["tokens"]): f"{cell['median_us']:.2f}" for cell in cells}
+    head = ("tokens", *(f"{SHORT.get(op, f'`{op}`')}, {backend}" for op, backend in columns))
+    table = markdown_table(head, [(f"{size:,}", *(times.get((*column, size)) for column in columns)) for size in sizes])
+    copies = markdown_table(
+        ("bytes read, and as many written", "us"), [(f"{row['bytes']:,}", f"{row['us']:.2f}") for row in document["copies"]]
+    )
+    text = f"Microseconds in a stream, records of {cells[0]['format']}; the smallest kernel takes {document['empty_us']:.2f}."
+    return f"{text}\n\n{table}\n\nThe least kernel of torch that reads and writes so many bytes:\n\n{copies}"
+
+
 def _decode(document: dict[str, Any]) -> str:
     rows = [
         (
@@ -115,6 +131,7 @@ def _sanitize(document: dict[str, Any]) -> str:
 TABLES = {
     "profile": _made("h200_profile.json", _profile),
     "small": _made("h200_bench.json", _small),
+    "latency": _made(LATENCY, _latency),
     "decode": _made("h200_decode.json", _decode),
     "plan": _made("h200_plan.json", _plan),
     "host": _made("h200_host.json", _host),

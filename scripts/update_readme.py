@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from performance_tables import TABLES
+from performance_tables import LATENCY, TABLES
 from sections import RESULTS, ROOT, markdown_table, with_section
 
 README = ROOT / "README.md"
@@ -46,7 +46,7 @@ def measured() -> str:
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         link = f"[{path.name}]({path.relative_to(ROOT)})"
-        if "cells" not in document:
+        if "cells" not in document or path.name == LATENCY:
             linked.append(link)
             continue
         largest = max(cell["tokens"] for cell in document["cells"])
@@ -75,10 +75,12 @@ def _pivot(cells: list[dict[str, Any]], tokens: int) -> str:
 
 
 def picture() -> None:
-    """The README's picture of the same results."""
+    """The README's picture of the same results, and the one of docs/performance.md."""
     from kvhal.bench.plot import draw
 
-    draw(json.loads((RESULTS / "h200_bench.json").read_text(encoding="utf-8")), ROOT / "docs" / "h200_bench.png")
+    for name in ("h200_bench.json", LATENCY):
+        path = RESULTS / name
+        draw(json.loads(path.read_text(encoding="utf-8")), (ROOT / "docs" / name).with_suffix(".png"))
 
 
 #: section -> the file that it is in, and what makes it

@@ -34,6 +34,7 @@ BF16_BYTES = 2  #: what any bf16 row is aligned to
 #: the next kernel start before they wait themselves: on an H200 that saves 0.1 us a launch, but slows the start of thread
 #: blocks from 0.8 ns each to 1.2 ns, which larger grids of short ones would pay for.
 FEW_BLOCKS = 1056
+MULTIPROCESSORS = 132  #: of an H100 or H200
 
 _kernels: dict[Hashable, Kernel] = {}
 _building: dict[Hashable, threading.Lock] = {}
@@ -108,6 +109,13 @@ def cache_argument(geometry: CacheGeometry, blocks: Any, stride: Any) -> Any:
     token_stride = width if block_size > 1 else T.dynamic("token_stride", "int64")  # torch leaves that of one token open
     shape, strides = (blocks, block_size, 1, width), (stride, token_stride, width, 1)
     return T.StridedTensor(shape, strides, "bfloat16" if unquantized else "uint8")
+
+
+def evenly(blocks: Any, few: int = FEW_BLOCKS) -> Any:
+    """Of a grid of `blocks` thread blocks that lets the next kernel start early: as many for each multiprocessor. Thread blocks
+    of later kernels, which wait, would else take up places unevenly, and some multiprocessors get two of a kernel's before
+    others get one. Those that are too many find nothing to do."""
+    return T.if_then_else(blocks <= few, T.ceildiv(blocks, MULTIPROCESSORS) * MULTIPROCESSORS, blocks)
 
 
 @T.macro

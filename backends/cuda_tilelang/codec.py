@@ -41,7 +41,7 @@ class Octets:
     Attributes:
         count: octets of a record.
         lanes: lanes that share one token, a power of two; more than a warp's only in kernels that say so.
-        rounds: octets of one token that a lane holds; octet ``round * lanes + lane``.
+        rounds: octets of one token that a lane holds, two but where there are fewer or more; octet ``round * lanes + lane``.
         group: octets that share a scale factor.
         data_bytes: bytes of an octet's quantised data.
     """
@@ -55,7 +55,7 @@ class Octets:
     @classmethod
     def of(cls, layout: KVCacheFormat) -> Octets:
         count = layout.elements // OCTET
-        lanes = min(WARP, 1 << (count - 1).bit_length())
+        lanes = min(WARP, 1 << (-(-count // 2) - 1).bit_length())
         group = layout.elements_per_sf // OCTET if layout.quantized_dtype else 1
         return cls(count, lanes, -(-count // lanes), group, layout.data_bytes // count)
 

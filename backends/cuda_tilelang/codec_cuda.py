@@ -155,8 +155,11 @@ __device__ __forceinline__ float scale_value(u32 sf) { return from_e4m3_pair(sf)
 """,
     "fp32": r"""
 __device__ __forceinline__ u32 scale(u32 amax, float& multiplier) {
-  const float sf = __fdiv_rn(fmaxf(__uint_as_float(amax << 16), FP32_SF_FLOOR), E4M3_LARGEST);
-  multiplier = __frcp_rn(sf);
+  // fl(largest / E4M3_LARGEST), by its rounded reciprocal and one correction (tests/compile proves it for all amaxes)
+  const float largest = fmaxf(__uint_as_float(amax << 16), FP32_SF_FLOOR);
+  const float q = __fmul_rn(largest, 1.f / E4M3_LARGEST);
+  const float sf = __fmaf_rn(__fmaf_rn(-q, E4M3_LARGEST, largest), 1.f / E4M3_LARGEST, q);
+  multiplier = reciprocal(sf);
   return __float_as_uint(sf);
 }
 __device__ __forceinline__ float scale_value(u32 sf) { return __uint_as_float(sf); }
@@ -256,10 +259,11 @@ __device__ __forceinline__ void quantize(u32* data, u32* sf, u32* raw) {
     }
     reduce(m);
   }
+  float multiplier;
 #pragma unroll
   for (int h = 0; h < ROUNDS; ++h) {
-    float multiplier;
-    sf[h] = scale(m[h], multiplier);
+    if (h % DEPTH == 0) sf[h] = scale(m[h], multiplier);
+    else sf[h] = sf[h - 1];
     encode(data + DATA_WORDS * h, raw + 4 * h, multiplier);
     if (poisoned[h]) sf[h] = SF_NAN;
   }

@@ -8,12 +8,14 @@ import torch
 
 from kvhal.backends.cuda_tilelang.build import (
     BF16_BYTES,
+    MULTIPROCESSORS,
     ROW_ALIGNMENT,
     SLOT_DTYPES,
     Kernel,
     aligned,
     await_producers,
     call,
+    evenly,
     kernel,
     launcher,
 )
@@ -26,6 +28,7 @@ from kvhal.backends.cuda_tilelang.fused_stages import (
     fused_source,
     parameter_types,
     token_reader,
+    turn_reader,
     value_writer,
 )
 from kvhal.backends.cuda_tilelang.tuned import TUNED_ROUNDS, shape_of
@@ -33,9 +36,8 @@ from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import cache_geometry
 
-#: As build.FEW_BLOCKS; one a multiprocessor of an H200. Of a larger grid some multiprocessors get two thread blocks and others
-#: none, since those of later kernels, which wait, take up the places.
-FEW_FUSED_BLOCKS = 132
+FEW_FUSED_BLOCKS = 264  #: as build.FEW_BLOCKS, of `few_kernel`
+FEW_WARPS = 4  #: of a thread block of `few_kernel`, one for each scheduler of a multiprocessor
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -106,17 +108,17 @@ def _rope(rope: RopeArgs, elements: int) -> Rope:
 
 def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, ...]) -> Any:
     """Each warp carries a token after another through the stages, the next one's row on its way. See Stages and tuned.py."""
-    geometry, octets, (warps, blocks_at_most, held) = cache_geometry(layout, block_size), Octets.of(layout), shape[:3]
+    geometry, octets, (warps, passes, held) = cache_geometry(layout, block_size), Octets.of(layout), shape[:3]
     rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
+    held = held if rounds <= TUNED_ROUNDS else 2  # larger records need the registers of several
     prelude = fused_source(geometry, stages, octets, tokens, staged=True)
     types = parameter_types(geometry, stages)
     n, kv_stride, max_position = types.n, types.kv_stride, types.max_position
-    words, step, rope = INPUT_WORDS[stages.input_dtype], tokens * blocks_at_most, stages.rope
-    turn_count = rope.turns(octets) if rope else 1
-    with_norm, with_rope = stages.weight_dtype is not None, rope is not None
+    words, turn_count = INPUT_WORDS[stages.input_dtype], stages.rope.turns(octets) if stages.rope else 1
+    wave, with_norm = MULTIPROCESSORS * held, stages.weight_dtype is not None
     stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
-    fetch, finish = token_reader(stages, octets), value_writer(geometry, stages, octets)
-    held = held if rounds <= TUNED_ROUNDS else 1  # larger records need the registers of several
+    fetch, fetch_turns = token_reader(stages, octets), turn_reader(stages)
+    finish = value_writer(geometry, stages, octets)
 
     @T.prim_func
     def fused(
@@ -129,7 +131,8 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
         slots: types.slots,
         back: types.back,
     ):
-        with T.Kernel(T.min(T.ceildiv(n, tokens), blocks_at_most), threads=WARP * warps, prelude=prelude) as program:
+        blocks = T.max(T.min(T.ceildiv(n, tokens), wave), T.ceildiv(n, tokens * passes))
+        with T.Kernel(blocks, threads=WARP * warps, prelude=prelude) as program:
             T.annotate_min_blocks_per_sm(held)
             raw = T.alloc_local((rounds * words,), "uint32")  # of the next token
             values = T.alloc_local((rounds * OCTET,), "float32")
@@ -140,6 +143,10 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             lane = T.get_thread_binding() % lanes
             token = T.alloc_var("int32", init=program * tokens + T.get_thread_binding() // lanes)
             at = T.alloc_var("int64", init=T.cast(token, "int64") * kv_stride + lane * OCTET)  # of the lane's first octet
+            step = T.alloc_var("int32", init=tokens * blocks)
+            ahead = T.alloc_var("int64", init=T.cast(step, "int64") * kv_stride)
+            if blocks == wave:
+                T.pdl_trigger()
             T.pdl_sync()
             for w in T.unroll(rounds * words):
                 raw[w] = T.uint32(0)
@@ -147,42 +154,41 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             if with_norm:
                 call(stage_weights, T.address_of(factors[0]), T.address_of(weight[0]))
                 T.sync_threads()
-            for _ in T.serial(T.ceildiv(n - program * tokens, step)):  # some token of the thread block
+            first = T.alloc_var("int32", init=program * tokens)  # of the thread block's
+            while first < n:
                 where = T.alloc_var("int64", init=slot[0])
                 call(f"kv::widen_{TYPE_NAMES[stages.input_dtype]}", T.address_of(values[0]), T.address_of(raw[0]))
-                if with_rope:
-                    valid = T.cast(place[0], "uint64") < T.cast(max_position, "uint64")
-                    call("kv::fetch_turns", T.address_of(turns[0]), T.address_of(cos_sin[place[0], 0]), valid, lane)
-                fetch(kv, at + step * kv_stride, slots, positions, n, token + step, lane, raw, slot, place)
-                if with_norm:
-                    call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
-                if with_rope:
-                    call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
-                finish(values, lane, cache, where, types.blocks * block_size, back, n, token)
+                fetch_turns(turns, cos_sin, place, max_position, lane)
+                fetch(kv, at + ahead, slots, positions, n, token + step, lane, raw, slot, place)
+                finish(values, factors, eps, turns, lane, cache, where, types.blocks * block_size, back, n, token)
+                first += step
                 token += step
-                at += step * kv_stride
+                at += ahead
 
     return fused
 
 
 def few_octets(layout: KVCacheFormat, stages: Stages) -> Octets:
-    """Two warps share a token where every lane then has one octet, and only the sum of squares goes from one to the other."""
-    octets, apart = Octets.of(layout), stages.rope is None or stages.rope.inside
-    wide = octets.rounds == 2 and octets.group <= WARP and apart and not stages.hadamard
-    return replace(octets, lanes=2 * WARP, rounds=1) if wide else octets
+    """One octet a lane; over two warps only where nothing but the sum of squares goes from one to the other."""
+    octets = Octets.of(layout)
+    if octets.rounds != 2:
+        return octets
+    together = octets.group > WARP or stages.hadamard or not (stages.rope is None or stages.rope.inside)
+    return octets if octets.lanes == WARP and together else replace(octets, lanes=2 * octets.lanes, rounds=1)
 
 
 def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
     """As `fused_kernel` without a second token for any lane: all that one needs is asked for at once, weights to registers."""
     geometry, octets = cache_geometry(layout, block_size), few_octets(layout, stages)
     rounds, lanes, words, rope = octets.rounds, octets.lanes, INPUT_WORDS[stages.input_dtype], stages.rope
-    threads = max(WARP, lanes)
+    threads = FEW_WARPS * WARP
     tokens, turn_count = threads // lanes, rope.turns(octets) if rope else 1
     types = parameter_types(geometry, stages)
     n, kv_stride, max_position = types.n, types.kv_stride, types.max_position
-    with_norm, with_rope = stages.weight_dtype is not None, rope is not None
+    with_norm = stages.weight_dtype is not None
     weight_words, weight_type = INPUT_WORDS.get(str(stages.weight_dtype), 1), TYPE_NAMES.get(str(stages.weight_dtype))
-    fetch, finish = token_reader(stages, octets), value_writer(geometry, stages, octets)
+    fetch, fetch_turns = token_reader(stages, octets), turn_reader(stages)
+    finish = value_writer(geometry, stages, octets)
     prelude = fused_source(geometry, stages, octets, tokens, staged=False)
 
     @T.prim_func
@@ -196,7 +202,7 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
         slots: types.slots,
         back: types.back,
     ):
-        with T.Kernel(T.ceildiv(n, tokens), threads=threads, prelude=prelude) as program:
+        with T.Kernel(evenly(T.ceildiv(n, tokens), FEW_FUSED_BLOCKS), threads=threads, prelude=prelude) as program:
             raw = T.alloc_local((rounds * words,), "uint32")
             raw_weights = T.alloc_local((rounds * weight_words,), "uint32")
             values = T.alloc_local((rounds * OCTET,), "float32")
@@ -219,15 +225,10 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
                     if h * lanes + lane < octets.count:
                         at = (h * lanes + lane) * OCTET
                         call(f"kv::fetch_{weight_type}", T.address_of(raw_weights[h * weight_words]), T.address_of(weight[at]))
-            if with_rope:
-                valid = T.cast(place[0], "uint64") < T.cast(max_position, "uint64")
-                call("kv::fetch_turns", T.address_of(turns[0]), T.address_of(cos_sin[place[0], 0]), valid, lane)
+            fetch_turns(turns, cos_sin, place, max_position, lane)
             call(f"kv::widen_{TYPE_NAMES[stages.input_dtype]}", T.address_of(values[0]), T.address_of(raw[0]))
             if with_norm:
                 call(f"kv::widen_{weight_type}", T.address_of(factors[0]), T.address_of(raw_weights[0]))
-                call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
-            if with_rope:
-                call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
-            finish(values, lane, cache, slot[0], types.blocks * block_size, back, n, token)
+            finish(values, factors, eps, turns, lane, cache, slot[0], types.blocks * block_size, back, n, token)
 
     return fused_few

@@ -70,11 +70,12 @@ __device__ __forceinline__ void stage_fp32(float* shared, const void* weight) { 
 __device__ __forceinline__ float across(float sum, int from) {
 #pragma unroll
   for (int n = from; n < LANES && n < 32; n *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, n));
-  if constexpr (LANES == 64) {  // the thread block's two warps
-    __shared__ float halves[2];
-    if (threadIdx.x % 32 == 0) halves[threadIdx.x / 32] = sum;
+  if constexpr (LANES == 64) {  // two warps a token
+    __shared__ float2 halves[TOKENS_A_BLOCK];
+    if (threadIdx.x % 32 == 0) ((float*)halves)[threadIdx.x / 32] = sum;
     __syncthreads();
-    sum = __fadd_rn(halves[0], halves[1]);
+    const float2 both = halves[threadIdx.x / LANES];
+    sum = __fadd_rn(both.x, both.y);
   }
   return sum;
 }

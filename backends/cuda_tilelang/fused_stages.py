@@ -126,15 +126,22 @@ def parameter_types(geometry: CacheGeometry, stages: Stages) -> ParameterTypes:
 
 
 def value_writer(geometry: CacheGeometry, stages: Stages, octets: Octets) -> Any:
-    """A macro that carries one token's values on: Hadamard, rounding, cast, to the cache and to the row that goes back."""
+    """A macro that carries one token's values through the stages, to the cache and to the row that goes back.
+
+    Beside them it takes the lane's weights, and the cosines and sines that `turn_reader` got.
+    """
     quantized, with_slots = geometry.layout.quantized_dtype is not None, stages.slot_dtype is not None
     put_record, put_back = record_writer(geometry), back_writer(octets, quantized)
 
     @T.macro
-    def finish(values, lane, cache, slot, capacity, back, n, token):
+    def finish(values, factors, eps, turns, lane, cache, slot, capacity, back, n, token):
         words = T.alloc_local((octets.rounds * OCTET_WORDS,), "uint32")
         data = T.alloc_local((octets.rounds * octets.data_words,), "uint32")
         sf = T.alloc_local((octets.rounds,), "uint32")
+        if stages.weight_dtype is not None:
+            call("kv::norm", T.address_of(values[0]), T.address_of(factors[0]), eps, lane)
+        if stages.rope is not None:
+            call("kv::rope", T.address_of(values[0]), T.address_of(turns[0]), lane)
         if stages.hadamard:
             call("kv::hadamard", T.address_of(values[0]), lane)
         call("kv::narrow", T.address_of(words[0]), T.address_of(values[0]))
@@ -166,6 +173,18 @@ def token_reader(stages: Stages, octets: Octets) -> Any:
                 place[0] = T.cast(positions[token], "int64")
 
     return fetch
+
+
+def turn_reader(stages: Stages) -> Any:
+    """A macro that starts the loads of a lane's cosines and sines at a position; none of a position that does not exist."""
+
+    @T.macro
+    def fetch_turns(turns, cos_sin, place, max_position, lane):
+        if stages.rope is not None:
+            valid = T.cast(place[0], "uint64") < T.cast(max_position, "uint64")
+            call("kv::fetch_turns", T.address_of(turns[0]), T.address_of(cos_sin[place[0], 0]), valid, lane)
+
+    return fetch_turns
 
 
 def back_writer(octets: Octets, quantized: bool) -> Any:

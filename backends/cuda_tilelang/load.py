@@ -20,7 +20,7 @@ from kvhal.backends.cuda_tilelang.build import (
     launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets, source
-from kvhal.backends.cuda_tilelang.tuned import ONE_ROUND, shape_of
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry, sf_output
@@ -55,15 +55,14 @@ def bind_load(request: Request) -> Launcher:
 def bind_load_slots(request: Request) -> Launcher:
     """``launch(cache, slots, out)``, see `kvhal.interface`."""
     layout, block_size = request.layout, request.block_size
-    built: dict[tuple[torch.dtype, bool, bool], Kernel] = {}
-    many = shape_of(request.platform.arch, "slots_index" if layout.is_index else "slots", layout.quantized_dtype)
+    built: dict[tuple[torch.dtype, bool], Kernel] = {}
+    shape = shape_of(request.platform.arch, "slots", layout.quantized_dtype)
 
     def prepare(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> Kernel:
-        key = (slots.dtype, aligned(out), slots.shape[0] <= many[2])
+        key = (slots.dtype, aligned(out))
         run = built.get(key)
         if run is None:
-            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, ONE_ROUND if key[2] else many
-            arguments = (layout, block_size, SLOT_DTYPES[key[0]], alignment, shape)
+            arguments = (layout, block_size, SLOT_DTYPES[key[0]], ROW_ALIGNMENT if key[1] else BF16_BYTES, shape)
             run = built[key] = kernel(slots_kernel, *arguments, platform=request.platform, device=out.device)
         return run
 
@@ -175,10 +174,10 @@ def covered_rows(segments, index, skip, block_size, total_k):
     return block, shift, first, last
 
 
-def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, ...]) -> Any:
+def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int]) -> Any:
     """As `load_kernel`, each token's record found by its slot; a slot out of range reads as zeros."""
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
-    tokens, warps = shape[:2]
+    tokens, warps = shape
     rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
     words = octets.data_words
     n, out_stride = T.dynamic("n", "int64"), T.dynamic("out_stride", "int64")

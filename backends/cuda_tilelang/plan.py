@@ -6,7 +6,7 @@ import tilelang.language as T
 import torch
 
 from kvhal.backends.cuda_tilelang.build import Kernel, aligned, await_producers, kernel, launcher
-from kvhal.backends.cuda_tilelang.index import table
+from kvhal.backends.cuda_tilelang.index import table, unsigned_quotient
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
@@ -45,26 +45,27 @@ def plan_kernel(lanes: int, threads: int) -> Any:
                 result = T.alloc_local((4,), "int32")
                 for field in T.serial(4):
                     result[field] = T.if_then_else(field == 0, -1, 0)
-                before = T.alloc_var("int64", init=0)  # spans known to begin at or before the segment
+                before = T.alloc_var("uint32", init=0)  # spans known to begin at or before the segment
                 for bit in T.serial(bits):
-                    probe = T.alloc_var("int64", init=before + (T.int64(1) << T.cast(bits - 1 - bit, "int64")))
-                    if probe <= n:  # noqa: SIM102  read only what is there
-                        if spans[probe - 1, 0] <= segment:
+                    probe = T.alloc_var("uint32", init=before + (T.uint32(1) << T.cast(bits - 1 - bit, "uint32")))
+                    if probe <= T.cast(n, "uint32"):  # noqa: SIM102  read only what is there
+                        if spans[T.cast(probe - 1, "int64"), 0] <= segment:
                             before = probe
                 if before > 0:
-                    begin = T.alloc_var("int32", init=spans[before - 1, 3])
-                    column = T.alloc_var("int64", init=T.cast(segment, "int64") - spans[before - 1, 0])
-                    column = column + T.truncdiv(T.max(begin, 0), block_size)
+                    span = T.alloc_local((5,), "int32")
+                    for field in T.unroll(5):  # at once: each one used first would be waited for alone
+                        span[field] = spans[T.cast(before - 1, "int64"), field]
+                    column = T.alloc_var("int64", init=T.cast(segment, "int64") - span[0])
+                    column = column + unsigned_quotient(T.max(span[3], 0), block_size)
                     start = T.alloc_var("int64", init=column * block_size)
-                    src_begin = T.alloc_var("int64", init=T.max(begin - start, 0))
-                    src_end = T.alloc_var("int64", init=T.min(spans[before - 1, 4] - start, T.cast(block_size, "int64")))
-                    if (begin >= 0) & (src_begin < src_end):
-                        row = T.alloc_var("int32", init=spans[before - 1, 2])
-                        if (row >= 0) & (row < rows) & (column < width):
-                            result[0] = block_tables[row, column]
+                    src_begin = T.alloc_var("int64", init=T.max(span[3] - start, 0))
+                    src_end = T.alloc_var("int64", init=T.min(span[4] - start, T.cast(block_size, "int64")))
+                    if (span[3] >= 0) & (src_begin < src_end):
+                        if (span[2] >= 0) & (span[2] < rows) & (column < width):
+                            result[0] = block_tables[span[2], column]
                         result[1] = T.cast(src_begin, "int32")
                         result[2] = T.cast(src_end, "int32")
-                        moved = T.cast(spans[before - 1, 1], "int64") + T.max(start - begin, 0)
+                        moved = T.cast(span[1], "int64") + T.max(start - span[3], 0)
                         result[3] = T.cast(moved, "int32")
                 for quarter in T.serial(4 // lanes):
                     for lane in T.vectorized(lanes):

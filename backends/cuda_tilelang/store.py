@@ -27,7 +27,8 @@ from kvhal.layout import CacheGeometry, cache_geometry
 def bind_store(request: Request) -> Launcher:
     """``launch(kv, cache, slots)``, see `kvhal.interface`."""
     built: dict[tuple[torch.dtype, bool, bool], Kernel] = {}
-    many = shape_of(request.platform.arch, "store", request.layout.quantized_dtype)
+    name = "store_index" if request.layout.is_index else "store"
+    many = shape_of(request.platform.arch, name, request.layout.quantized_dtype)
 
     def prepare(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> Kernel:
         key = (slots.dtype, aligned(kv), kv.shape[0] <= many[2])

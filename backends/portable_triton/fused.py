@@ -48,9 +48,9 @@ def fused_kernel(
     rec: tl.constexpr,
     stages: tl.constexpr,
     tokens: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     wanted = row < n
     # everything that a later stage waits for is asked for first
@@ -161,7 +161,8 @@ def bind_fused_store(request: Request) -> Launcher:
             codec = replace(codec, pairs=codec.pairs and octets and not (stages.hadamard and record.groups == 1))
             name = "fused_pairs" if codec.pairs else "fused"
             tokens, warps = (1, few_warps) if few else launch_shape(name, codec, request.platform.arch)
-            kernel = kernels[key] = Kernel(fused_kernel, (codec, stages, tokens), warps, request.platform), tokens
+            made = Kernel(fused_kernel, (codec, stages, tokens), warps, request.platform, even=True)
+            kernel = kernels[key] = made, tokens
         return kernel
 
     def _offset(rope: RopeArgs) -> int:

@@ -41,9 +41,9 @@ def convert_kernel(
     block_size: tl.int32,
     parts: tl.int32,
     tile: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     row, column, exists = tile_of(parts, count, tile)
     batch = (row.to(tl.int32) // queries).to(tl.int64)
     query = row - batch * queries
@@ -101,9 +101,9 @@ def cat_kernel(
     base: tl.int64,
     parts: tl.int32,
     tile: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     row, column, exists = tile_of(parts, width, tile)
     from_left = column < left_width
     left = tl.load(left_ptr + row * left_stride + column, mask=exists & from_left, other=0)
@@ -128,10 +128,8 @@ def bind_index_cat(request: Request) -> Launcher:
 
 
 @triton.jit(do_not_specialize=["width", "parts"], do_not_specialize_on_alignment=["pivots_ptr"])
-def expand_kernel(
-    pivots_ptr, out_ptr, out_stride, width: tl.int64, parts: tl.int32, tile: tl.constexpr, dependent: tl.constexpr
-):
-    await_producers(dependent)
+def expand_kernel(pivots_ptr, out_ptr, out_stride, width: tl.int64, parts: tl.int32, tile: tl.constexpr, early: tl.constexpr):
+    await_producers(early)
     row, column, exists = tile_of(parts, width, tile)
     pivots_ptr += row * 4
     offset1 = tl.load(pivots_ptr).to(tl.int64)
@@ -166,9 +164,9 @@ def decode_kernel(
     block_size: tl.int64,
     parts: tl.int32,
     tile: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     row, column, exists = tile_of(parts, width, tile)
     start = tl.load(pivots_ptr + row * 2).to(tl.int64)
     length = tl.load(pivots_ptr + row * 2 + 1)

@@ -29,19 +29,20 @@ from kvhal.platform import Platform, current_index, is_capturing
 #: Triton's one notion of alignment: an argument divides by it, or not
 DIVISOR = 16
 FIRST_DEPENDENT = 90  #: programmatic dependent launch came with sm_90
-#: Grids of at most so many programs, one a multiprocessor of an H200, let the next kernel start before they wait for the one
-#: in front of them, which saves 0.1 us a launch. It slows the start of programs from 0.8 ns each to 1.2 ns, and of larger grids
-#: some multiprocessors get several programs where those of later kernels wait.
-FEW_PROGRAMS = tl.constexpr(132)
+MULTIPROCESSORS = 132  #: of an H100 or H200
+#: Grids of at most so many programs let the next kernel start before they wait for the one in front of them: 0.1 us less a
+#: launch. Programs of later kernels, which wait, take up places, so that a grid lies evenly only where every multiprocessor
+#: gets as many; larger ones are for kernels that may get programs without work.
+FEW_PROGRAMS, FEW_EVEN_PROGRAMS = MULTIPROCESSORS, 4 * MULTIPROCESSORS
 INTERPRETER = Lock()  #: Triton's interpreter keeps the running program in globals
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError, RuntimeError)
 
 
 @triton.jit
-def await_producers(dependent: tl.constexpr):
-    """To be called before a kernel reads or writes anything."""
-    if dependent:
-        if tl.num_programs(0) <= FEW_PROGRAMS:
+def await_producers(early: tl.constexpr):
+    """To be called before a kernel reads or writes anything; `early` is `Kernel`'s."""
+    if early > 0:
+        if tl.num_programs(0) <= early:
             gdc_launch_dependents()
         gdc_wait()
 
@@ -50,20 +51,24 @@ class Kernel:
     """A jit function with its compile-time constants, compiled once for each (device, dtypes, alignments).
 
     Args:
-        function: the jit function; its run-time parameters come first, then the constants, then `dependent`: whether it was
-            launched before the kernels in front of it have ended, and has to wait for them (`await_producers`).
+        function: the jit function; its run-time parameters come first, then the constants, then `early`: programs of a grid up
+            to which the next kernel may start early; 0 where no kernel is launched before the one in front of it has ended.
         constants: the values of its other constexpr parameters, in order.
         num_warps: warps a program.
         platform: where it will run; it says whether launches can be dependent.
+        even: small grids may get programs that find nothing to do, so that they lie evenly.
 
     Attributes:
         compiled: specialisation -> compiled kernel.
     """
 
-    def __init__(self, function: Any, constants: tuple[Any, ...], num_warps: int, platform: Platform) -> None:
+    def __init__(
+        self, function: Any, constants: tuple[Any, ...], num_warps: int, platform: Platform, *, even: bool = False
+    ) -> None:
         dependent = (platform.sm() or 0) >= FIRST_DEPENDENT and not platform.interpreted
         self.function = function
-        self.constants = (*constants, dependent)
+        self.evenly = even and dependent
+        self.constants = (*constants, (FEW_EVEN_PROGRAMS if even else FEW_PROGRAMS) if dependent else 0)
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": False}
         if dependent:
             self.options["launch_pdl"] = True
@@ -96,6 +101,8 @@ class Kernel:
         if kernel is None:
             kernel = self.compiled[key] = self._compile(args)
         stream = self.current_stream(device)
+        if self.evenly and programs <= FEW_EVEN_PROGRAMS:
+            programs += -programs % MULTIPROCESSORS
         kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *values, *self.constants)
 
     def key(self, device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

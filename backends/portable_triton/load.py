@@ -105,9 +105,9 @@ def load_kernel(
     block_stride: tl.int64,
     rec: tl.constexpr,
     tokens: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
     if any_covered:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
@@ -125,9 +125,9 @@ def load_slots_kernel(
     block_stride: tl.int64,
     rec: tl.constexpr,
     tokens: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
     base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
@@ -161,9 +161,9 @@ def load_raw_kernel(
     block_stride: tl.int64,
     rec: tl.constexpr,
     tokens: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
     if any_covered:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
@@ -228,7 +228,7 @@ def bind_load_slots(request: Request) -> Launcher:
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 
     def kernel_of(tokens, warps):
-        return Kernel(load_slots_kernel, (record, tokens), warps, request.platform), tokens
+        return Kernel(load_slots_kernel, (record, tokens), warps, request.platform, even=True), tokens
 
     many = kernel_of(*launch_shape("slots", record, request.platform.arch))
     limit, warps = few_shape("slots_few", record, request.platform)

@@ -28,9 +28,9 @@ def plan_kernel(
     block_size: tl.int32,
     count: tl.int64,
     tile: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     segment = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     exists = segment < count
     before = tl.zeros((tile,), tl.int64)  # spans known to begin at or before the segment

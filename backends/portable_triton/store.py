@@ -151,9 +151,9 @@ def store_kernel(
     block_stride: tl.int64,
     rec: tl.constexpr,
     tokens: tl.constexpr,
-    dependent: tl.constexpr,
+    early: tl.constexpr,
 ):
-    await_producers(dependent)
+    await_producers(early)
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
     # skipped rows are read too: waiting for the slots first would cost every row a second trip to memory
@@ -184,7 +184,7 @@ def bind_store(request: Request) -> Launcher:
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 
     def kernel_of(record, tokens, warps):
-        return Kernel(store_kernel, (record, tokens), warps, request.platform), tokens
+        return Kernel(store_kernel, (record, tokens), warps, request.platform, even=True), tokens
 
     arch = request.platform.arch
     plain = kernel_of(record, *launch_shape("store", record, arch))

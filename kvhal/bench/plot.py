@@ -1,4 +1,4 @@
-"""The picture of a run: shares of the copy bandwidth at the largest size, and time against tokens."""
+"""The picture of a run: shares of the copy bandwidth at the largest size, time against tokens and against bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROW_INCHES = 0.26
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Two panels from a document of `kvhal bench --json`, in the file type that the suffix names.
+    """Three panels from a document of `kvhal bench --json`, in the file type that the suffix names.
 
-    Left a bar a cell of the largest token count and backend. Right a line an operation and backend, in the first format and
-    order of tokens that the document has of the operation.
+    Left a bar a cell of the largest token count and backend. In the middle a line an operation and backend, in the first format
+    and order of tokens that the document has of the operation; right the same against the bytes that move, beside copies.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -30,13 +30,19 @@ def draw(document: dict[str, Any], path: Path) -> None:
     cells = document["cells"]
     backends = list(dict.fromkeys(cell["backend"] for cell in cells))
     rows = list(dict.fromkeys(_name(cell) for cell in _largest(cells)))
-    figure = Figure(figsize=(13, max(4.0, 1.5 + ROW_INCHES * len(rows))), layout="constrained")
-    shares, latency = figure.subplots(1, 2)
+    figure = Figure(figsize=(19, max(4.0, 1.5 + ROW_INCHES * len(rows))), layout="constrained")
+    shares, latency, moved = figure.subplots(1, 3)
     _draw_shares(shares, _largest(cells), backends, rows)
     shares.set(xlabel=f"share of the copy bandwidth, {document['copy_gbs']:,.0f} GB/s", xlim=(0, 1.1))
-    _draw_latency(latency, cells, backends)
-    latency.axhline(document["empty_us"], color="black", linewidth=0.8)
-    latency.set(xscale="log", yscale="log", xlabel="tokens", ylabel="device microseconds; black: the smallest kernel")
+    for axes, across in ((latency, "tokens"), (moved, "bytes")):
+        _draw_latency(axes, cells, backends, across)
+        axes.axhline(document["empty_us"], color="black", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel=across, ylabel="device microseconds; black: the smallest kernel")
+    copies = [(2 * row["bytes"], row["us"]) for row in document.get("copies", ())]
+    if copies:
+        moved.plot(*zip(*copies, strict=True), "k.-", label="a kernel of torch that reads and writes as much")
+    moved.set(xlabel="bytes read and written")
+    moved.legend(fontsize=7)
     figure.suptitle(f"{document['device']}, commit {document['commit']}")
     figure.savefig(path)
 
@@ -64,12 +70,12 @@ def _draw_shares(axes: Any, cells: list[dict[str, Any]], backends: list[str], ro
     axes.legend(loc="center right", fontsize=8)
 
 
-def _draw_latency(axes: Any, cells: list[dict[str, Any]], backends: list[str]) -> None:
+def _draw_latency(axes: Any, cells: list[dict[str, Any]], backends: list[str], across: str) -> None:
     for color, op in enumerate(dict.fromkeys(cell["op"] for cell in cells)):
         first = next(cell for cell in cells if cell["op"] == op)
         for number, backend in enumerate(backends):
             mine = [cell for cell in cells if cell["backend"] == backend and _name(cell) == _name(first)]
-            points = sorted((cell["tokens"], cell["median_us"]) for cell in mine)
+            points = sorted((cell[across], cell["median_us"]) for cell in mine)
             if points:
                 label = f"{_name(first)} ({backend})"
                 axes.plot(*zip(*points, strict=True), LINES[number % len(LINES)], color=f"C{color}", label=label, markersize=4)

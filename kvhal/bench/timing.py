@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ MAX_ROTATION = 32
 #: A graph has as many calls as move so many bytes, but so many at least and at most, so that gaps between graphs hardly count
 STREAM_BYTES, STREAM = 1 << 33, (16, 128)
 REPEATS = 21
+COPY_BYTES = tuple(16 << 2 * n for n in range(12))  #: 16 B to 64 MiB
 CPU_SECONDS = 0.5  #: time spent on one cell on a CPU
 HOST_CALLS = 300
 HOST_TOKENS = 64  #: host time is measured where the device cannot be the bottleneck
@@ -108,6 +110,19 @@ class Clock:
     def run_us(self, run: Callable[[], Any]) -> float:
         """Microseconds of all that `run` launches, median; on a CUDA device as one replayed graph."""
         return self._time(run, replay=True)
+
+    def copies(self) -> list[dict[str, float]]:
+        """What the least kernel that reads and writes COPY_BYTES takes in a stream: rows of "bytes" (each way) and "us".
+
+        It negates bits: what torch does for a copy is another, slower operation in a graph. Empty on a CPU.
+        """
+        found: list[dict[str, float]] = []
+        for size in COPY_BYTES if self.device.type != "cpu" else ():
+            count = max(1, min(MAX_ROTATION, ROTATION_BYTES // (2 * size)))
+            sources, targets = (torch.empty((count, size // 4), dtype=torch.int32, device=self.device) for _ in range(2))
+            calls: list[Callable[[], Any]] = [partial(torch.bitwise_not, sources[n], out=targets[n]) for n in range(count)]
+            found.append({"bytes": size, "us": self.median_us(calls, 2 * size)})
+        return found
 
     def alone_us(self, call: Callable[[], Any]) -> float | None:
         """Microseconds of a call after L2 was overwritten, median; None on a CPU."""

@@ -66,7 +66,7 @@ def command(
     questions = list(_questions(names, parse_ops(ops), layouts, _counts(tokens), _patterns(pattern)))
     clock = Clock(where)
     results, failures = _run(clock, questions, block_size, bool(backends))
-    document = {**environment(clock), "cells": [asdict(one) for one in results], "failures": failures}
+    document = {**environment(clock), "cells": [asdict(one) for one in results], "failures": failures, "copies": clock.copies()}
     if json:
         print_json(document)
     else:

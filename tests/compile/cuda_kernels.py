@@ -22,6 +22,8 @@ Job = tuple[Any, ...]  #: a factory and its arguments
 def job(factory: Any, *arguments: Any, arch: str = ARCH) -> Job:
     """A factory with its arguments and, behind them, its launch shape on `arch`."""
     name = factory.__name__.removesuffix("_kernel")
+    if factory is store.store_kernel and arguments[0].is_index:
+        name = "store_index"
     if not arguments:
         return factory, *shape_of(arch, name, None)
     return factory, *arguments, shape_of(arch, name, arguments[0].quantized_dtype)
@@ -48,8 +50,7 @@ def _loads() -> dict[str, Job]:
 def _slots_and_indices() -> dict[str, Job]:
     found: dict[str, Job] = {}
     for name, layout in BUILTIN_FORMATS.items():
-        shape = shape_of(ARCH, "slots_index" if layout.is_index else "slots", layout.quantized_dtype)
-        found[f"slots_{name}"] = (load.slots_kernel, layout, 64, "int64", 16, shape)
+        found[f"slots_{name}"] = job(load.slots_kernel, layout, 64, "int64", 16)
     for factory in (index.convert_kernel, index.cat_kernel, index.expand_kernel, index.window_kernel):
         found[factory.__name__.removesuffix("_kernel")] = job(factory)
     (threads,) = shape_of(ARCH, "plan", None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from kvhal.formats import UE8M0_RULES
+from kvhal.formats import E4M3_MAX, FP32_SF_AMAX_FLOOR, UE8M0_RULES
 from kvhal.numerics import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3, round_bf16
 
 codec_cuda = pytest.importorskip("kvhal.backends.cuda_tilelang.codec_cuda")
@@ -65,3 +66,29 @@ def test_e2m1_products_are_exact_in_bf16() -> None:
     for scales in (decode_e4m3(torch.arange(0, 127, dtype=torch.uint8)), 2.0 ** torch.arange(-126, 125)):
         product = decode_e2m1(code)[:, None] * scales
         assert torch.equal(product, round_bf16(product).float())
+
+
+def _nearest(exact: Fraction) -> np.float32:
+    """fp32, ties to even, of a number well inside its range."""
+    near = np.float32(float(exact))
+    around = sorted((np.nextafter(near, np.float32(0)), near, np.nextafter(near, np.float32(np.inf))), key=float)
+    away = [abs(Fraction(float(value)) - exact) for value in around]
+    best = [value for value, distance in zip(around, away, strict=True) if distance == min(away)]
+    return best[0] if len(best) == 1 else next(value for value in best if value.view(np.uint32) % 2 == 0)
+
+
+def test_fp32_scales_and_their_reciprocals_are_exact() -> None:
+    """Every amax over 448 by a product and a correction; the reciprocal by one Newton step, wherever in the last place the
+    hardware's estimate (PTX: an error of at most one) may lie."""
+    inverse = Fraction(float(np.float32(1) / np.float32(E4M3_MAX)))
+    for amax in np.unique(np.maximum((POSITIVE << 16).view(np.float32), np.float32(FP32_SF_AMAX_FLOOR))):
+        exact = Fraction(float(amax))
+        first = Fraction(float(_nearest(exact * inverse)))
+        rest = Fraction(float(_nearest(exact - first * int(E4M3_MAX)))) if exact != first * int(E4M3_MAX) else Fraction(0)
+        sf = _nearest(first + rest * inverse)
+        assert sf == amax / np.float32(E4M3_MAX), amax
+        need = np.float32(1) / sf
+        for estimate in (np.nextafter(need, np.float32(0)), need, np.nextafter(need, np.float32(np.inf))):
+            error = 1 - Fraction(float(sf)) * Fraction(float(estimate))
+            error = Fraction(float(_nearest(error))) if error else error
+            assert _nearest(Fraction(float(estimate)) * (1 + error)) == need, sf

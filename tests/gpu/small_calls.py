@@ -11,7 +11,8 @@ from kvhal import config
 from kvhal.interface import Op
 from kvhal.tuning import Shape
 
-OPS = (Op.STORE, Op.LOAD_SLOTS, Op.FUSED_STORE)  #: that have kernels for few tokens
+#: that have kernels for few tokens
+OPS = {"cuda_tilelang": (Op.STORE, Op.FUSED_STORE), "portable_triton": (Op.STORE, Op.LOAD_SLOTS, Op.FUSED_STORE)}
 
 
 @contextmanager
@@ -33,17 +34,17 @@ def shapes_changed(modules: tuple[Any, ...], change: Callable[[str, Shape], Shap
 
 @contextmanager
 def no_call_is_small(backend: str) -> Iterator[None]:
-    """Inside, a backend's table says that zero tokens are the most of a small call; one of OPS has to be called.
+    """Inside, a backend's table says that zero tokens are the most of a small call; one of its OPS has to be called.
 
     Raises:
         AssertionError: the backend asked its table for no shape that has such a number.
     """
     modules: tuple[Any, ...]
     if backend == "cuda_tilelang":
-        from kvhal.backends.cuda_tilelang import fused, load, store
+        from kvhal.backends.cuda_tilelang import fused, store
 
-        modules = (fused, load, store)
-        places = {"store": 2, "slots": 2, "slots_index": 2, "fused": 3}  # where the number is in a shape
+        modules = (fused, store)
+        places = {"store": 2, "store_index": 2, "fused": 3}  # where the number is in a shape
     else:
         from kvhal.backends.portable_triton import launch
 

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.gpu
 CASES = [
     pytest.param(target, case, id=f"{target.id}-{case.id}")
     for target in targets()
-    if target.device.type == "cuda" and target.backend in ("cuda_tilelang", "portable_triton")
+    if target.device.type == "cuda"
     for case in supported_cases(target)
-    if case.op in OPS
+    if case.op in OPS.get(target.backend, ())
 ]
 
 

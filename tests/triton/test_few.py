@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,5 +43,15 @@ def every_call_is_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_conforms(case: Case) -> None:
+def test_conforms(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With programs that find nothing to do, as a GPU adds them."""
+    called: list[int] = []
+
+    def with_idle(kernel: Any, programs: int, *args: Any) -> None:
+        called.append(programs)
+        call(kernel, programs + 3, *args)
+
+    call = launch.Kernel.__call__
+    monkeypatch.setattr(launch.Kernel, "__call__", with_idle)
     run_case("portable_triton", case, CPU).check()
+    assert called

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import kvhal
 from kvhal import bench
 from kvhal.bench import timing
+from kvhal.bench.plot import draw
 from kvhal.cli import app
 from kvhal.interface import Op
 from kvhal.ops import cache_calls as cache_ops
@@ -98,6 +99,14 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "run.png"
     assert invoke(*SMALL, "--plot", str(path)).exit_code == 0
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_picture_has_copies_where_they_were_measured(tmp_path: Path) -> None:
+    document = json.loads(invoke(*SMALL, "--json").stdout)
+    assert document["copies"] == []  # of a CPU
+    document["copies"] = [{"bytes": 16, "us": 1.0}, {"bytes": 1 << 26, "us": 40.0}]
+    draw(document, tmp_path / "run.svg")
+    assert "reads and writes as much" in (tmp_path / "run.svg").read_text()
 
 
 @pytest.mark.parametrize(

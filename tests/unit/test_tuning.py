@@ -96,7 +96,7 @@ def test_defaults_are_small() -> None:
 
 def test_a_warmup_reaches_the_kernels_for_many_tokens() -> None:
     """Where a shape says how many tokens are few, the calls of `kvhal.warmup` have more."""
-    places = {"store": 2, "slots": 2, "slots_index": 2, "fused": 3, "store_few": 1, "slots_few": 1, "fused_few": 1}
+    places = {"store": 2, "store_index": 2, "fused": 3, "store_few": 1, "slots_few": 1, "fused_few": 1}
     few = []
     for table in TUNED.values():
         assert table is not None
