@@ -18,6 +18,7 @@ from kvhal.backends.cuda_tilelang import load, store  # noqa: E402
 from tests.compile.cuda_kernels import EVERYTHING, GROUPS, job, layout_of  # noqa: E402
 from tests.compile.cuda_sources import Compiled, compile_group, limit_registers, source_of, versions  # noqa: E402
 from tests.compile.resources import Baseline  # noqa: E402
+from tests.gpu.test_cuda_root import root_kernel  # noqa: E402
 
 #: multiply-adds that are meant: Newton's steps to a root and its reciprocal, and to a reciprocal; correction of an fp32 scale
 ROOT_STEPS, RECIPROCAL_STEPS, QUOTIENT_STEPS = 4, 2, 2
@@ -52,6 +53,11 @@ def test_kernels_compile(group: str, tmp_path: Path) -> None:
     _check_resources(compiled)
     if group == "stores":
         _check_planted_regressions(compiled, tmp_path)
+
+
+def test_the_kernel_of_a_gpu_test_compiles(tmp_path: Path) -> None:
+    """Made of device functions that change; where it runs, nobody looks every day."""
+    assert compile_group({"compare": (root_kernel,)}, tmp_path)[1].ptx["compare"].count("rsqrt.approx") == 1
 
 
 def _check_resources(compiled: Compiled) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,22 +20,30 @@ __device__ __forceinline__ void count(int* wrong, int block) {
 """
 
 
-def test_every_fp32() -> None:
-    pytest.importorskip("tilelang")
+def root_kernel() -> Any:
+    """Counts the inputs whose results differ."""
     import tilelang.language as T
 
-    from kvhal.backends.cuda_tilelang.build import PASS_CONFIGS, call, target, tilelang
+    from kvhal.backends.cuda_tilelang.build import call
+    from kvhal.backends.cuda_tilelang.codec_cuda import FLOATS
     from kvhal.backends.cuda_tilelang.fused_cuda import ROOT
 
-    constants = f"constexpr unsigned THREADS = {THREADS}, EACH = {EACH};"
-    prelude = f"namespace kv {{ {constants} {ROOT} {COUNT} }}\n"
+    names = f"typedef unsigned int u32; typedef unsigned short u16; constexpr unsigned THREADS = {THREADS}, EACH = {EACH};"
+    prelude = f"namespace kv {{ {names} {FLOATS} {ROOT} {COUNT} }}\n"
 
     @T.prim_func
     def compare(wrong: T.Tensor((1,), "int32")):
         with T.Kernel(2**32 // THREADS // EACH, threads=THREADS, prelude=prelude) as block:
             call("kv::count", T.address_of(wrong[0]), block)
 
-    run = tilelang.compile(compare, target=target("sm_90"), pass_configs=PASS_CONFIGS)
+    return compare
+
+
+def test_every_fp32() -> None:
+    pytest.importorskip("tilelang")
+    from kvhal.backends.cuda_tilelang.build import PASS_CONFIGS, target, tilelang
+
+    run = tilelang.compile(root_kernel(), target=target("sm_90"), pass_configs=PASS_CONFIGS)
     wrong = torch.zeros(1, dtype=torch.int32, device="cuda")
     run(wrong)
     assert int(wrong) == 0
