@@ -8,7 +8,7 @@ from typing import Any
 
 from sections import RESULTS, markdown_table
 
-LATENCY = "h200_latency.json"
+LATENCY, BLOCKS = "h200_latency.json", "h200_block_133.json"
 SHORT = {"fused_norm_rope_hadamard_cast_store_kvcache": "fused store"}
 
 
@@ -82,6 +82,22 @@ def _latency(document: dict[str, Any]) -> str:
     return f"{text}\n\n{table}\n\nThe least kernel of torch that reads and writes so many bytes:\n\n{copies}"
 
 
+def _blocks(document: dict[str, Any]) -> str:
+    """The cells of another block size beside the same cells of h200_bench.json."""
+    other = _file("h200_bench.json") or {"cells": []}
+    names = ("backend", "op", "format", "tokens", "pattern")
+    usual = {tuple(cell[name] for name in names): cell for cell in other["cells"]}
+    rows = []
+    for cell in document["cells"]:
+        before = usual[tuple(cell[name] for name in names)]
+        times = [one["median_us"] for one in (before, cell)]
+        name = SHORT.get(cell["op"], f"`{cell['op']}`")
+        rows.append((name, cell["format"], *(f"{us:.1f}" for us in times), f"{times[1] / times[0]:.3f}"))
+    first = document["cells"][0]
+    head = ("operation", "format", "us, block 64", f"us, block {first['block_size']}", "ratio")
+    return f"{first['backend']}, {first['tokens']:,} tokens in shuffled pages.\n\n{markdown_table(head, rows)}"
+
+
 def _decode(document: dict[str, Any]) -> str:
     rows = [
         (
@@ -132,6 +148,7 @@ TABLES = {
     "profile": _made("h200_profile.json", _profile),
     "small": _made("h200_bench.json", _small),
     "latency": _made(LATENCY, _latency),
+    "blocks": _made(BLOCKS, _blocks),
     "decode": _made("h200_decode.json", _decode),
     "plan": _made("h200_plan.json", _plan),
     "host": _made("h200_host.json", _host),

