@@ -10,6 +10,9 @@ from typing import Any
 Key = tuple[str, str | None]
 Shape = tuple[int, ...]
 
+#: of an H100 or H200; on a device with more or fewer, grids made for it lie less evenly, and that is all
+MULTIPROCESSORS = 132
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -15,6 +15,7 @@ from kvhal.errors import CaptureError
 from kvhal.interface import Launcher
 from kvhal.layout import CacheGeometry
 from kvhal.platform import Platform, is_capturing
+from kvhal.tuning import MULTIPROCESSORS
 
 Kernel = Callable[..., None]
 
@@ -34,7 +35,6 @@ BF16_BYTES = 2  #: what any bf16 row is aligned to
 #: the next kernel start before they wait themselves: on an H200 that saves 0.1 us a launch, but slows the start of thread
 #: blocks from 0.8 ns each to 1.2 ns, which larger grids of short ones would pay for.
 FEW_BLOCKS = 1056
-MULTIPROCESSORS = 132  #: of an H100 or H200
 
 _kernels: dict[Hashable, Kernel] = {}
 _building: dict[Hashable, threading.Lock] = {}

@@ -8,7 +8,6 @@ import torch
 
 from kvhal.backends.cuda_tilelang.build import (
     BF16_BYTES,
-    MULTIPROCESSORS,
     ROW_ALIGNMENT,
     SLOT_DTYPES,
     Kernel,
@@ -35,6 +34,7 @@ from kvhal.backends.cuda_tilelang.tuned import TUNED_ROUNDS, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import cache_geometry
+from kvhal.tuning import MULTIPROCESSORS
 
 FEW_FUSED_BLOCKS = 264  #: as build.FEW_BLOCKS, of `few_kernel`
 FEW_WARPS = 4  #: of a thread block of `few_kernel`, one for each scheduler of a multiprocessor

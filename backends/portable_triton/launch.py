@@ -25,11 +25,11 @@ from kvhal.backends.portable_triton.tuned import MAX_WARPS, shape_of
 from kvhal.errors import BackendFailure, CaptureError
 from kvhal.interface import Reason
 from kvhal.platform import Platform, current_index, is_capturing
+from kvhal.tuning import MULTIPROCESSORS
 
 #: Triton's one notion of alignment: an argument divides by it, or not
 DIVISOR = 16
 FIRST_DEPENDENT = 90  #: programmatic dependent launch came with sm_90
-MULTIPROCESSORS = 132  #: of an H100 or H200
 #: Grids of at most so many programs let the next kernel start before they wait for the one in front of them: 0.1 us less a
 #: launch. Programs of later kernels, which wait, take up places, so that a grid lies evenly only where every multiprocessor
 #: gets as many; larger ones are for kernels that may get programs without work.

@@ -119,7 +119,8 @@ class Clock:
         found: list[dict[str, float]] = []
         for size in COPY_BYTES if self.device.type != "cpu" else ():
             count = max(1, min(MAX_ROTATION, ROTATION_BYTES // (2 * size)))
-            sources, targets = (torch.empty((count, size // 4), dtype=torch.int32, device=self.device) for _ in range(2))
+            sources = torch.randint(0, 1 << 31, (count, size // 4), dtype=torch.int32, device=self.device)
+            targets = torch.empty_like(sources)
             calls: list[Callable[[], Any]] = [partial(torch.bitwise_not, sources[n], out=targets[n]) for n in range(count)]
             found.append({"bytes": size, "us": self.median_us(calls, 2 * size)})
         return found

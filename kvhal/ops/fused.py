@@ -7,7 +7,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kvhal.config import current
 from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
-from kvhal.ops.fused_calls import as_before, fused
+from kvhal.ops.fused_calls import fused
 from kvhal.ops.repeated import FUSED_STORE, NO_ADDRESS, UNALIGNED
 
 
@@ -45,7 +45,7 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
     scope = current()
     try:
         call = scope.near[FUSED_STORE].get(0 if out_args is None else out_args.kv_cache.data_ptr())
-        tensors = call and as_before(call.scalars, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
+        tensors = call and call.scalars[0](kv, norm_args, rope_args, hadamard_args, cast_args, out_args)  # its `comparer`
     except (*NO_ADDRESS, ValueError):  # objects that cannot be compared either
         call = tensors = None
     if call is not None and tensors is not None and call.same(*tensors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
 from types import NoneType
@@ -49,7 +50,8 @@ def fused(
         return library.fused_store(kv, norm, rope, hadamard, casting, out)
     stages = (norm, rope, hadamard)
     scalars = scalars_of(*stages, casting, out)
-    tensors = None if scalars is None else as_before(scalars, kv, *stages, casting, out)
+    compare = None if scalars is None else comparer(scalars)
+    tensors = None if compare is None else compare(kv, *stages, casting, out)
     key = None if scalars is None or tensors is None else call_key(Op.FUSED_STORE, scalars, *tensors)
     call = find(scope, key, out.kv_cache if key and out else None)
     cache: torch.Tensor | None
@@ -76,7 +78,7 @@ def fused(
         launch(rows, *stages, cache, slots, back)
         new = None if back is None else allocator(back)
         key = key if rows is kv else None
-        call = remember(scope, key, lambda: Call(launch, tensors or (), scalars or (), new))
+        call = remember(scope, key, lambda: Call(launch, tensors or (), (compare,), new))
     if call is not None and tensors is not None:
         hint = 0 if cache is None else cache.data_ptr()
         aligned = (kv, None if norm is None else norm.weight, None if rope is None else rope.cos_sin_cache, back)
@@ -84,35 +86,47 @@ def fused(
     return back
 
 
-def as_before(
-    scalars: tuple[Any, ...], kv: Any, norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any
-) -> tuple[Any, ...] | None:
-    """The tensors of a call whose other arguments are those that `scalars_of` took from another one; None when they are not.
+Compare = Callable[..., tuple[Any, ...] | None]
 
-    Numbers are mostly the same objects as before, and else compared by value and class.
+
+def comparer(scalars: tuple[Any, ...]) -> Compare:
+    """A function of a call's arguments: its tensors if all else is as `scalars_of` took it from another call, or None.
+
+    Numbers are mostly the same objects as before, and else compared by value and class. Written in one line for the stages
+    that most calls have.
     """
-    kinds, known_cast, eps, rotation, layout = scalars
-    if kinds != (type(norm), type(rope), type(hadamard), type(out)):
-        return None
-    if casting is not known_cast and (type(casting) is not CastArgs or casting != known_cast):
-        return None
-    tensors: tuple[Any, ...] = (kv,)
-    if norm is not None:
-        if norm.eps is not eps and not _alike(norm.eps, eps):
+    (norm_kind, rope_kind, hadamard_kind, out_kind), known_cast, eps, rotation, layout = scalars
+    with_norm, with_rope, with_out = norm_kind is not NoneType, rope_kind is not NoneType, out_kind is not NoneType
+    width, neox, offset = rotation or (None, None, None)
+    usual = with_norm and with_rope and with_out
+
+    def tensors_of(kv: Any, norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> tuple[Any, ...] | None:
+        if type(norm) is not norm_kind or type(rope) is not rope_kind or type(out) is not out_kind:
             return None
-        tensors += (norm.weight,)
-    if rope is not None:
-        width, neox, offset = rotation
-        if rope.is_neox_style is not neox or (rope.rope_dim is not width and not _alike(rope.rope_dim, width)):
+        if type(hadamard) is not hadamard_kind or (
+            casting is not known_cast and (type(casting) is not CastArgs or casting != known_cast)
+        ):
             return None
-        if rope.offset is not offset and not _alike(rope.offset, offset):
+        if with_norm and norm.eps is not eps and not _alike(norm.eps, eps):
             return None
-        tensors += (rope.positions, rope.cos_sin_cache)
-    if out is not None:
-        if out.layout is not layout:
+        if with_rope and (
+            rope.is_neox_style is not neox
+            or (rope.rope_dim is not width and not _alike(rope.rope_dim, width))
+            or (rope.offset is not offset and not _alike(rope.offset, offset))
+        ):
             return None
-        tensors += (out.kv_cache, out.slot_mapping)
-    return tensors
+        if with_out and out.layout is not layout:
+            return None
+        if usual:
+            return kv, norm.weight, rope.positions, rope.cos_sin_cache, out.kv_cache, out.slot_mapping
+        return (
+            kv,
+            *((norm.weight,) if with_norm else ()),
+            *((rope.positions, rope.cos_sin_cache) if with_rope else ()),
+            *((out.kv_cache, out.slot_mapping) if with_out else ()),
+        )
+
+    return tensors_of
 
 
 def _alike(have: Any, known: Any) -> bool:
