@@ -153,9 +153,12 @@ def make_layer(
     """A checked layer.
 
     Raises:
-        ConfigError: an unknown backend or operation (the message lists the known ones), or a preference that is empty or
-            names a backend twice.
+        ConfigError: an unknown backend or operation (the message lists the known ones), a preference that is empty or names a
+            backend twice, or a flag that is neither True, False nor None.
     """
+    for name, flag in (("strict", strict), ("simulate", simulate)):
+        if flag is not None and type(flag) is not bool:
+            raise ConfigError(f"{source}: {name} has {flag!r}, needs True or False")
     pairs = tuple((check_op(source, op), check_name(source, name)) for op, name in (ops or {}).items())
     order = None if preference is None else tuple(check_name(source, name) for name in preference)
     if order is not None and len(set(order)) != max(len(order), 1):
@@ -194,7 +197,7 @@ def use_backend(name: str, ops: Iterable[str] | None = None, simulate: bool = Fa
     forced = None if ops is None else dict.fromkeys(ops, name)
     if forced is not None and not forced:
         raise ConfigError(f"{source}: ops is empty, needs at least one operation, or None for all of them")
-    layer = make_layer(source, name if forced is None else None, forced, simulate=simulate or None)
+    layer = make_layer(source, name if forced is None else None, forced, simulate=None if simulate is False else simulate)
     token = _override.set(_push(_override.get(), layer))
     try:
         yield

@@ -111,7 +111,7 @@ def cache_argument(geometry: CacheGeometry, blocks: Any, stride: Any) -> Any:
     return T.StridedTensor(shape, strides, "bfloat16" if unquantized else "uint8")
 
 
-def evenly(blocks: Any, few: int = FEW_BLOCKS) -> Any:
+def evenly(blocks: Any, few: int) -> Any:
     """Of a grid of `blocks` thread blocks that lets the next kernel start early: as many for each multiprocessor. Thread blocks
     of later kernels, which wait, would else take up places unevenly, and some multiprocessors get two of a kernel's before
     others get one. Those that are too many find nothing to do."""

@@ -145,7 +145,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             at = T.alloc_var("int64", init=T.cast(token, "int64") * kv_stride + lane * OCTET)  # of the lane's first octet
             step = T.alloc_var("int32", init=tokens * blocks)
             ahead = T.alloc_var("int64", init=T.cast(step, "int64") * kv_stride)
-            if blocks == wave:
+            if blocks == wave:  # lies evenly; see build.evenly
                 T.pdl_trigger()
             T.pdl_sync()
             for w in T.unroll(rounds * words):
@@ -169,7 +169,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
 
 
 def few_octets(layout: KVCacheFormat, stages: Stages) -> Octets:
-    """One octet a lane; over two warps only where nothing but the sum of squares goes from one to the other."""
+    """One octet a lane where `Octets.of` has two; over two warps only if nothing but the sum of squares crosses them."""
     octets = Octets.of(layout)
     if octets.rounds != 2:
         return octets

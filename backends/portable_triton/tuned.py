@@ -31,7 +31,7 @@ def measured(shape: Shape, op: str, layout: str, share: float) -> Choice:
 
 def few(shape: Shape, op: str, layout: str, share: float) -> Choice:
     """Chosen from elements a warp, and from the kernel for many tokens, at 128 tokens. A limit is the largest number of tokens
-    at which no format of the data type loses; index records, which are not all in the file, lose first."""
+    at which no format of the data type loses a twentieth; index records, which are not all in the file, lose first."""
     row = {"backend": "portable_triton", "op": op, "format": layout, "tokens": 128, "shape": [shape[0], 1 << 30]}
     return Choice(shape, Figure("h200_few_tokens.json", row, share, 3))
 

@@ -124,6 +124,16 @@ def check_writable_rows(name: str, tensor: torch.Tensor) -> None:
         reject(name, f"strides {tensor.stride()}", "rows that do not overlap", "pass a tensor that was not expanded")
 
 
+def check_flag(name: str, value: object) -> None:
+    """True or False themselves: other objects have a truth too, but may change it, or be no key of what is remembered.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if value is not True and value is not False:
+        raise TypeError(f"{name}: has {value!r}, needs True or False")
+
+
 def check_type(name: str, value: object, kind: type) -> None:
     """An argument object of its own class.
 

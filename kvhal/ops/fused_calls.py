@@ -21,6 +21,7 @@ from kvhal.ops import strict
 from kvhal.ops.checks import (
     SLOT_DTYPES,
     check_contiguous,
+    check_flag,
     check_int,
     check_rows,
     check_same_device,
@@ -92,8 +93,7 @@ Compare = Callable[..., tuple[Any, ...] | None]
 def comparer(scalars: tuple[Any, ...]) -> Compare:
     """A function of a call's arguments: its tensors if all else is as `scalars_of` took it from another call, or None.
 
-    Numbers are mostly the same objects as before, and else compared by value and class. Written in one line for the stages
-    that most calls have.
+    Numbers are mostly the same objects as before, and else compared by value and class.
     """
     (norm_kind, rope_kind, hadamard_kind, out_kind), known_cast, eps, rotation, layout = scalars
     with_norm, with_rope, with_out = norm_kind is not NoneType, rope_kind is not NoneType, out_kind is not NoneType
@@ -104,7 +104,7 @@ def comparer(scalars: tuple[Any, ...]) -> Compare:
         if type(norm) is not norm_kind or type(rope) is not rope_kind or type(out) is not out_kind:
             return None
         if type(hadamard) is not hadamard_kind or (
-            casting is not known_cast and (type(casting) is not CastArgs or casting != known_cast)
+            casting is not known_cast and (type(casting) is not CastArgs or casting != known_cast or not _has_flags(casting))
         ):
             return None
         if with_norm and norm.eps is not eps and not _alike(norm.eps, eps):
@@ -134,17 +134,25 @@ def _alike(have: Any, known: Any) -> bool:
     return type(have) is type(known) and have == known
 
 
+def _has_flags(casting: CastArgs) -> bool:
+    """Its flags are bools, and not what only compares like one."""
+    return type(casting.round_sf) is bool and type(casting.cast_back) is bool
+
+
 def scalars_of(norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> tuple[Any, ...] | None:
     """All of a call but its tensors; None when an argument is not of its own class, or a number is not a plain one."""
     kinds = (type(norm), type(rope), type(hadamard), type(out))
     allowed = (NormArgs, RopeArgs, HadamardArgs, KVCacheOutArgs)
     if any(kind not in (NoneType, own) for kind, own in zip(kinds, allowed, strict=True)) or type(casting) is not CastArgs:
         return None
+    if not _has_flags(casting):
+        return None
     eps = None if norm is None else norm.eps
     rotation = None if rope is None else (rope.rope_dim, rope.is_neox_style, rope.offset)
     if type(eps) not in (NoneType, float, int):
         return None
-    if rotation is not None and (type(rotation[0]) is not int or type(rotation[2]) not in (NoneType, int)):
+    kinds_of_rotation = ((int,), (bool,), (NoneType, int))
+    if rotation is not None and any(type(one) not in kinds for one, kinds in zip(rotation, kinds_of_rotation, strict=True)):
         return None
     return kinds, casting, eps, rotation, None if out is None else out.layout
 
@@ -159,12 +167,16 @@ def _bound(
     return launch
 
 
-def _check_types(norm: object, rope: object, hadamard: object, cast: object, out: object) -> None:
+def _check_types(norm: Any, rope: Any, hadamard: Any, cast: Any, out: Any) -> None:
     check_type("cast_args", cast, CastArgs)
     optional = (("norm_args", norm, NormArgs), ("rope_args", rope, RopeArgs), ("hadamard_args", hadamard, HadamardArgs))
     for name, value, kind in (*optional, ("out_args", out, KVCacheOutArgs)):
         if value is not None:
             check_type(name, value, kind)
+    check_flag("cast_args.round_sf", cast.round_sf)
+    check_flag("cast_args.cast_back", cast.cast_back)
+    if rope is not None:
+        check_flag("rope_args.is_neox_style", rope.is_neox_style)
 
 
 def _layout(kv: torch.Tensor, cast: CastArgs, out: KVCacheOutArgs | None) -> tuple[KVCacheFormat, int | None]:

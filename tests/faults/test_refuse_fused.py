@@ -41,6 +41,15 @@ REFUSED: dict[str, Entry] = {
     "hadamard-type": (lambda c: {"hadamard_args": True}, TypeError, ("hadamard_args: has a bool, needs a HadamardArgs",)),
     "cast-type": (lambda c: {"cast_args": None}, TypeError, ("cast_args: has a NoneType, needs a CastArgs",)),
     "out-type": (lambda c: {"out_args": ()}, TypeError, ("out_args: has a tuple, needs a KVCacheOutArgs",)),
+    **{
+        f"{field}-{value!r}": (
+            part(name, **{field: value}),
+            TypeError,
+            (f"{name}.{field}: has {value!r}, needs True or False",),
+        )
+        for name, field in (("rope_args", "is_neox_style"), ("cast_args", "round_sf"), ("cast_args", "cast_back"))
+        for value in (1, 0.0, "yes", None, [])
+    },
     "weight-dtype": (
         part("norm_args", weight=torch.Tensor.double),
         ValueError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +121,17 @@ def test_a_bad_configure_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             kvhal.configure(**arguments)  # type: ignore[arg-type]
     assert current_policy() == before
+
+
+@pytest.mark.parametrize("flag", [1, 0, "no", []])
+def test_flags_are_true_or_false(flag: Any) -> None:
+    with pytest.raises(ConfigError, match=r"configure: strict has .*, needs True or False"):
+        kvhal.configure(strict=flag)
+    with (
+        pytest.raises(ConfigError, match=r"simulate has .*, needs True or False"),
+        kvhal.use_backend("reference_torch", None, flag),
+    ):
+        pass
 
 
 def test_a_bad_environment_is_told_on_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,23 @@ def test_eps_of_another_class_is_refused_as_before() -> None:
             call(wrong)
 
 
+@pytest.mark.parametrize("wrong", [1, 1.0, "yes", [True], torch.tensor(True)])
+def test_a_flag_that_is_only_like_one_is_refused(wrong: Any) -> None:
+    """After calls with True, which 1 and 1.0 equal, and where a list is no key: refused before anything is written."""
+
+    def call(neox: Any = True, cast_back: Any = True) -> None:
+        rope = RopeArgs(torch.arange(3), torch.ones(8, 64), 64, neox, 448)
+        kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
+            rows(), rope_args=rope, cast_args=kvhal.CastArgs.for_layout(LAYOUT, cast_back=cast_back)
+        )
+
+    for _ in range(2):
+        call()
+    for given in ({"neox": wrong}, {"cast_back": wrong}):
+        with pytest.raises(TypeError, match=r"_args\.(is_neox_style|cast_back): has .*, needs True or False"):
+            call(**given)
+
+
 def test_arguments_forced_to_change_are_seen() -> None:
     """The argument classes are frozen; what is done to them all the same does not escape validation."""
     rope = RopeArgs(torch.arange(3), torch.ones(8, 64), 64, offset=448)
