@@ -84,8 +84,8 @@ def _latency(document: dict[str, Any]) -> str:
 
 def _blocks(document: dict[str, Any]) -> str:
     """The cells of another block size beside the same cells of h200_bench.json."""
-    other = _file("h200_bench.json") or {"cells": []}
     names = ("backend", "op", "format", "tokens", "pattern")
+    other = json.loads((RESULTS / "h200_bench.json").read_text(encoding="utf-8"))
     usual = {tuple(cell[name] for name in names): cell for cell in other["cells"]}
     rows = []
     for cell in document["cells"]:

@@ -34,15 +34,14 @@ def draw(document: dict[str, Any], path: Path) -> None:
     shares, latency, moved = figure.subplots(1, 3)
     _draw_shares(shares, _largest(cells), backends, rows)
     shares.set(xlabel=f"share of the copy bandwidth, {document['copy_gbs']:,.0f} GB/s", xlim=(0, 1.1))
-    for axes, across in ((latency, "tokens"), (moved, "bytes")):
+    for axes, across, label in ((latency, "tokens", "tokens"), (moved, "bytes", "bytes read and written")):
         _draw_latency(axes, cells, backends, across)
         axes.axhline(document["empty_us"], color="black", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlabel=across, ylabel="device microseconds; black: the smallest kernel")
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="device microseconds; black: the smallest kernel")
     copies = [(2 * row["bytes"], row["us"]) for row in document.get("copies", ())]
     if copies:
         moved.plot(*zip(*copies, strict=True), "k.-", label="a kernel of torch that reads and writes as much")
-    moved.set(xlabel="bytes read and written")
-    moved.legend(fontsize=7)
+        moved.legend(fontsize=7)
     figure.suptitle(f"{document['device']}, commit {document['commit']}")
     figure.savefig(path)
 

@@ -117,7 +117,7 @@ def comparer(scalars: tuple[Any, ...]) -> Compare:
             return None
         if with_out and out.layout is not layout:
             return None
-        if usual:
+        if usual:  # without making tuples of tuples
             return kv, norm.weight, rope.positions, rope.cos_sin_cache, out.kv_cache, out.slot_mapping
         return (
             kv,
@@ -145,14 +145,13 @@ def scalars_of(norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> t
     allowed = (NormArgs, RopeArgs, HadamardArgs, KVCacheOutArgs)
     if any(kind not in (NoneType, own) for kind, own in zip(kinds, allowed, strict=True)) or type(casting) is not CastArgs:
         return None
-    if not _has_flags(casting):
-        return None
     eps = None if norm is None else norm.eps
     rotation = None if rope is None else (rope.rope_dim, rope.is_neox_style, rope.offset)
-    if type(eps) not in (NoneType, float, int):
+    if type(eps) not in (NoneType, float, int) or not _has_flags(casting):
         return None
-    kinds_of_rotation = ((int,), (bool,), (NoneType, int))
-    if rotation is not None and any(type(one) not in kinds for one, kinds in zip(rotation, kinds_of_rotation, strict=True)):
+    if rotation is not None and (
+        type(rotation[0]) is not int or type(rotation[1]) is not bool or type(rotation[2]) not in (NoneType, int)
+    ):
         return None
     return kinds, casting, eps, rotation, None if out is None else out.layout
 

@@ -14,6 +14,12 @@ from kvhal.tuning import Shape
 #: that have kernels for few tokens
 OPS = {"cuda_tilelang": (Op.STORE, Op.FUSED_STORE), "portable_triton": (Op.STORE, Op.LOAD_SLOTS, Op.FUSED_STORE)}
 
+#: kernel -> where its shape has the tokens that are few
+PLACES = {
+    "cuda_tilelang": {"store": 2, "store_index": 2, "fused": 3},
+    "portable_triton": {"store_few": 1, "slots_few": 1, "fused_few": 1},
+}
+
 
 @contextmanager
 def shapes_changed(modules: tuple[Any, ...], change: Callable[[str, Shape], Shape]) -> Iterator[None]:
@@ -45,13 +51,12 @@ def no_call_is_small(backend: str) -> Iterator[None]:
         from kvhal.backends.cuda_tilelang.tuned import TABLE
 
         modules = (fused, store)
-        places = {"store": 2, "store_index": 2, "fused": 3}  # where the number is in a shape
     else:
         from kvhal.backends.portable_triton import launch
         from kvhal.backends.portable_triton.tuned import TABLE
 
         modules = (launch,)
-        places = {"store_few": 1, "slots_few": 1, "fused_few": 1}
+    places = PLACES[backend]
     known = {kernel for kernel, _ in TABLE.defaults}
     assert known >= set(places), f"{backend}'s table has no {', '.join(set(places) - known)}"
 
