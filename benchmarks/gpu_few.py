@@ -37,6 +37,7 @@ SHAPES = {
     "cuda_tilelang": ((ALL,), (0,)),
 }
 CELLS = [(op, layout) for op in (Op.FUSED_STORE, Op.LOAD_SLOTS) for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT)]
+CELLS += [(Op.LOAD, layout) for layout in (V41_FORMAT, V41_FP4_FORMAT, BF16_FORMAT)]
 CELLS += [(Op.FUSED_STORE, MXFP8_INDEX_KV_FORMAT), (Op.STORE, V41_FP4_FORMAT), (Op.STORE, V41_FORMAT)]
 
 

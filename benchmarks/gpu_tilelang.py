@@ -73,9 +73,8 @@ def prepare(job: Job, run: Callable[..., None]) -> tuple[Callable[[], None], int
     made = operands(OPS[job.factory], job.layout, job.tokens, job.block_size, job.order)
     tensors = made.tensors
     if job.factory is fused.fused_kernel:
-        names: tuple[str, ...] = ("positions", "table", "cache", "slots")
-        absent = torch.empty(1, device="cuda")
-        return partial(run, tensors["kv"], tensors["weight"], 1e-6, *(tensors[name] for name in names), absent), made.bytes
+        names: tuple[str, ...] = ("kv", "weight", "positions", "table", "cache", "slots")
+        return partial(run, 1e-6, *(tensors[name] for name in names), None), made.bytes
     names = {
         store.store_kernel: ("kv", "cache", "slots"),
         load.load_kernel: ("cache", "segments", "total_k", "out"),

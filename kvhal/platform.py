@@ -205,5 +205,10 @@ def on_device(launch: Callable[..., None], device: torch.device) -> Callable[...
 
     prepare = getattr(launch, "prepare", None)
     if prepare is not None:
-        guarded.prepare = lambda *arguments: on_device(prepare(*arguments), device)  # type: ignore[attr-defined]
+
+        def prepare_there(*arguments: Any) -> Callable[..., None]:
+            with device_guard(device):  # type: ignore[union-attr]
+                return on_device(prepare(*arguments), device)
+
+        guarded.prepare = prepare_there  # type: ignore[attr-defined]
     return guarded

@@ -29,7 +29,8 @@ from kvhal.ops import (
 from kvhal.ops.checks import check_int, check_type
 from kvhal.platform import usable_device
 
-MANY = (1 << 14) + 1  #: tokens, more than any backend's kernels for few tokens take
+WIDTH = 16  #: entries of a table's row
+MANY = (1 << 14) + 1  #: tokens, or rows of a table, more than any backend's kernels for few of them take
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def warmup(
 ) -> None:
     """Builds the kernels that later calls need, several at once, by making the calls themselves on a one-block scratch cache.
 
-    After it, calls of these kinds can be captured into a graph at once. Rows are taken to start on multiples of 16 bytes and
-    to be a multiple of 16 elements apart; others need kernels of their own.
+    After it, calls of these kinds can be captured into a graph at once. Rows, of tables of indices as well, are taken to start
+    on multiples of 16 bytes and to be a multiple of 16 elements apart; others need kernels of their own.
 
     Args:
         ops: the operations, or one; all when None.
@@ -132,9 +133,9 @@ def _warm_format(op: Op, layout: KVCacheFormat, block_size: int, device: torch.d
             store_kv_cache(rows.expand(count, -1), cache, slots, layout=layout)
         elif op == Op.LOAD_SLOTS:
             load_kv_slots(cache, slots, layout=layout)
-    if op == Op.LOAD:
+    for count in _counts(device) if op == Op.LOAD else ():
         segments = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
-        load_paged_kv_cache(cache, segments, 1, layout=layout)
+        load_paged_kv_cache(cache, segments.expand(-(-count // block_size), -1).contiguous(), 1, layout=layout)
 
 
 def _warm_fused(stages: FusedStages, layout: KVCacheFormat, block_size: int, device: torch.device) -> None:
@@ -160,14 +161,16 @@ def _warm_index(op: Op, block_size: int, device: torch.device) -> None:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    if op == Op.CONVERT_INDEX:
-        convert_kv_index(zeros(1, 1, 1), zeros(1, 1), zeros(1, 1), block_size)
-    elif op == Op.INDEX_CAT:
-        kv_index_cat(zeros(1, 1), zeros(1, 1), 0, 0)
-    elif op == Op.EXPAND_SWA_INDEX:
-        expand_swa_index(zeros(1, 4), 1)
-    elif op == Op.DECODE_SWA_INDEX:
-        get_kv_swa_index_decode(zeros(1, 2), 1, block_size)
-    elif op == Op.EXPAND_LOAD_PLAN:
+    for rows in _counts(device):
+        table = zeros(rows, WIDTH)
+        if op == Op.CONVERT_INDEX:
+            convert_kv_index(table[None], table[:1], zeros(1, rows), block_size)
+        elif op == Op.INDEX_CAT:
+            kv_index_cat(table, table, 0, 0)
+        elif op == Op.EXPAND_SWA_INDEX:
+            expand_swa_index(zeros(rows, 4), WIDTH)
+        elif op == Op.DECODE_SWA_INDEX:
+            get_kv_swa_index_decode(zeros(rows, 2), WIDTH, block_size)
+    if op == Op.EXPAND_LOAD_PLAN:
         spans = torch.tensor([[0, 0, 0, 0, 1]], dtype=torch.int32, device=device)
-        expand_load_plan(spans, zeros(1, 1), block_size, 1)
+        expand_load_plan(spans, zeros(1, WIDTH), block_size, 1)

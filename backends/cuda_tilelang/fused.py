@@ -1,6 +1,7 @@
 """The fused store: norm, rotary embedding, Hadamard, cast and scatter with a token's record in registers throughout."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tilelang.language as T
@@ -16,7 +17,6 @@ from kvhal.backends.cuda_tilelang.build import (
     call,
     evenly,
     kernel,
-    launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets
 from kvhal.backends.cuda_tilelang.fused_stages import (
@@ -71,33 +71,17 @@ def bind_fused_store(request: Request) -> Launcher:
             arguments = (
                 (few_kernel, layout, block_size, stages) if key[1] else (fused_kernel, layout, block_size, stages, shape)
             )
-            compiled = kernel(*arguments, platform=request.platform, device=kv.device)
-            run = built[key] = _without_holes(compiled, torch.empty(1, device=kv.device))
-        return run
-
-    return launcher(prepare)
-
-
-def _without_holes(run: Kernel, absent: torch.Tensor) -> Kernel:
-    """A kernel behind the launcher's arguments; `absent`, a tensor of one float, stands for those that are left out."""
+            run = built[key] = kernel(*arguments, platform=request.platform, device=kv.device)
+        return partial(run, 0.0 if norm is None else float(norm.eps))
 
     def launch(
-        kv: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, _: Any, cache: Any, slots: Any, back: Any
+        kv: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, hadamard: Any, *into: torch.Tensor | None
     ) -> None:
-        if norm is not None and rope is not None and back is None:  # most calls
-            run(kv, norm.weight, float(norm.eps), rope.positions, rope.cos_sin_cache, cache, slots, absent)
-            return
-        run(
-            kv,
-            absent if norm is None else norm.weight,
-            0.0 if norm is None else float(norm.eps),
-            absent if rope is None else rope.positions,
-            absent if rope is None else rope.cos_sin_cache,
-            absent if cache is None else cache,
-            absent if slots is None else slots,
-            absent if back is None else back,
-        )
+        weight = None if norm is None else norm.weight
+        turns = (None, None) if rope is None else (rope.positions, rope.cos_sin_cache)
+        prepare(kv, norm, rope, hadamard, *into)(kv, weight, *turns, *into)
 
+    launch.prepare = prepare
     return launch
 
 
@@ -122,9 +106,9 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
 
     @T.prim_func
     def fused(
+        eps: T.float32,
         kv: types.kv,
         weight: types.weight,
-        eps: T.float32,
         positions: types.positions,
         cos_sin: types.cos_sin,
         cache: types.cache,
@@ -193,9 +177,9 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
 
     @T.prim_func
     def fused_few(
+        eps: T.float32,
         kv: types.kv,
         weight: types.weight,
-        eps: T.float32,
         positions: types.positions,
         cos_sin: types.cos_sin,
         cache: types.cache,

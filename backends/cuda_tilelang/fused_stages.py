@@ -101,7 +101,7 @@ class ParameterTypes:
 
 
 def parameter_types(geometry: CacheGeometry, stages: Stages) -> ParameterTypes:
-    """Those of kernels of these stages; one float stands for an argument that is left out."""
+    """Those of kernels of these stages; an argument that is left out is None, whatever it is declared to be."""
 
     def tensor(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: str | None) -> Any:
         return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")

@@ -1,10 +1,10 @@
-"""Index operations: one thread an entry, one row of thread blocks a table row; nothing here depends on a record format."""
+"""Index operations: a row of thread blocks a table row, entries side by side on the threads; no record format matters here."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import tilelang.language as T
-import torch
 
 from kvhal.backends.cuda_tilelang.build import Kernel, await_producers, kernel, launcher
 from kvhal.backends.cuda_tilelang.tuned import shape_of
@@ -15,33 +15,37 @@ INT32_MAX = 2**31 - 1
 
 def bind_convert_index(request: Request) -> Launcher:
     """``launch(topk, block_tables, context_lens, block_size)``, see `kvhal.interface`."""
-    return _of_one_kernel(convert_kernel, "convert", request)
+    return _launcher(convert_kernel, "convert", request, written=0)
 
 
 def bind_index_cat(request: Request) -> Launcher:
     """``launch(left, right, base, out)``, see `kvhal.interface`."""
-    return _of_one_kernel(cat_kernel, "cat", request)
+    return _launcher(cat_kernel, "cat", request, written=3)
 
 
 def bind_expand_swa_index(request: Request) -> Launcher:
     """``launch(pivots, out)``, see `kvhal.interface`."""
-    return _of_one_kernel(expand_kernel, "expand", request)
+    return _launcher(expand_kernel, "expand", request, written=1)
 
 
 def bind_decode_swa_index(request: Request) -> Launcher:
     """``launch(offset_len, swa_block_size, out)``, see `kvhal.interface`."""
-    return _of_one_kernel(window_kernel, "window", request)
+    return _launcher(window_kernel, "window", request, written=2)
 
 
-def _of_one_kernel(factory: Callable[..., Any], name: str, request: Request) -> Launcher:
-    """The launcher of a factory that only asks for its threads; its kernel takes what the launcher does."""
-    built: list[Kernel] = []
-    (threads,) = shape_of(request.platform.arch, name, None)
+def _launcher(factory: Callable[..., Any], name: str, request: Request, written: int) -> Launcher:
+    """The launcher of a factory; its kernel takes what the launcher does, the table that is written in place `written`."""
+    built: dict[int, Kernel] = {}
+    threads, entries, few = shape_of(request.platform.arch, name, None)
 
-    def prepare(first: torch.Tensor, *_: Any) -> Kernel:
-        if not built:
-            built.append(kernel(factory, threads, platform=request.platform, device=first.device))
-        return built[0]
+    def prepare(*arguments: Any) -> Kernel:
+        *rows, width = arguments[written].shape
+        each = 1 if math.prod(rows) * -(-width // threads) <= few else entries
+        run = built.get(each)
+        if run is None:
+            run = kernel(factory, threads, each, platform=request.platform, device=arguments[written].device)
+            built[each] = run
+        return run
 
     return launcher(prepare)
 
@@ -57,7 +61,8 @@ def unsigned_quotient(number: Any, divisor: Any) -> Any:
     return T.cast(T.truncdiv(T.cast(number, "uint32"), T.cast(divisor, "uint32")), "int32")
 
 
-def convert_kernel(threads: int) -> Any:
+def convert_kernel(threads: int, entries: int) -> Any:
+    columns = threads * entries  # of a thread block
     batch, queries, k, width = T.dynamic("batch"), T.dynamic("queries"), T.dynamic("k"), T.dynamic("width")
     batch_stride, query_stride = T.dynamic("batch_stride", "int64"), T.dynamic("query_stride", "int64")
     step = T.dynamic("step", "int64")
@@ -69,25 +74,29 @@ def convert_kernel(threads: int) -> Any:
         lens: table(batch, queries, "lens"),
         block_size: T.int32,
     ):
-        with T.Kernel(batch * queries, T.ceildiv(k, threads), threads=threads) as (row, part):
+        with T.Kernel(batch * queries, T.ceildiv(k, columns), threads=threads) as (row, part):
             sequence = T.alloc_var("int32", init=unsigned_quotient(row, queries))
             query = T.alloc_var("int32", init=row - sequence * queries)
-            await_producers(batch * queries * T.ceildiv(k, threads))
-            column = part * threads + T.get_thread_binding()
-            if column < k:
-                index = T.alloc_var("int32", init=topk[sequence, query, column])
-                length = T.alloc_var("int32", init=lens[sequence, query])
-                page = T.alloc_var("int32", init=unsigned_quotient(index, block_size))
-                block = T.alloc_var("int64", init=-1)
-                if (column < length) & (index >= 0) & (page < width):
-                    block = T.cast(block_tables[sequence, page], "int64")
-                slot = T.alloc_var("int64", init=block * block_size + (index - page * block_size))
-                topk[sequence, query, column] = T.if_then_else((block >= 0) & (slot <= INT32_MAX), T.cast(slot, "int32"), -1)
+            await_producers(batch * queries * T.ceildiv(k, columns))
+            for i in T.unroll(entries):
+                column = part * columns + i * threads + T.get_thread_binding()
+                if column < k:
+                    index = T.alloc_var("int32", init=topk[sequence, query, column])
+                    length = T.alloc_var("int32", init=lens[sequence, query])
+                    page = T.alloc_var("int32", init=unsigned_quotient(index, block_size))
+                    block = T.alloc_var("int64", init=-1)
+                    if (column < length) & (index >= 0) & (page < width):
+                        block = T.cast(block_tables[sequence, page], "int64")
+                    slot = T.alloc_var("int64", init=block * block_size + (index - page * block_size))
+                    topk[sequence, query, column] = T.if_then_else(
+                        (block >= 0) & (slot <= INT32_MAX), T.cast(slot, "int32"), -1
+                    )
 
     return convert
 
 
-def cat_kernel(threads: int) -> Any:
+def cat_kernel(threads: int, entries: int) -> Any:
+    columns = threads * entries  # of a thread block
     rows, width = T.dynamic("rows"), T.dynamic("width")
     left_width, right_width = T.dynamic("left_width"), T.dynamic("right_width")
 
@@ -98,55 +107,60 @@ def cat_kernel(threads: int) -> Any:
         base: T.int32,
         out: table(rows, width, "out"),
     ):
-        with T.Kernel(rows, T.ceildiv(width, threads), threads=threads) as (row, part):
+        with T.Kernel(rows, T.ceildiv(width, columns), threads=threads) as (row, part):
             T.pdl_sync()
-            column = part * threads + T.get_thread_binding()
-            if column < left_width:
-                out[row, column] = left[row, column]
-            elif column < width:
-                index = T.alloc_var("int32", init=right[row, column - left_width])
-                moved = T.cast(T.cast(index, "int64") + base, "int32")
-                out[row, column] = T.if_then_else(index < 0, -1, moved)
+            for i in T.unroll(entries):
+                column = part * columns + i * threads + T.get_thread_binding()
+                if column < left_width:
+                    out[row, column] = left[row, column]
+                elif column < width:
+                    index = T.alloc_var("int32", init=right[row, column - left_width])
+                    moved = T.cast(T.cast(index, "int64") + base, "int32")
+                    out[row, column] = T.if_then_else(index < 0, -1, moved)
             T.pdl_trigger()
 
     return cat
 
 
-def expand_kernel(threads: int) -> Any:
+def expand_kernel(threads: int, entries: int) -> Any:
+    columns = threads * entries  # of a thread block
     n, width = T.dynamic("n"), T.dynamic("width")
 
     @T.prim_func
     def expand(pivots: T.Tensor((n, 4), "int32"), out: table(n, width, "out")):
-        with T.Kernel(n, T.ceildiv(width, threads), threads=threads) as (row, part):
-            await_producers(n * T.ceildiv(width, threads))
-            column = part * threads + T.get_thread_binding()
-            if column < width:
-                first = T.max(pivots[row, 1], 0)
-                value = T.alloc_var("int64", init=-1)
-                if column < first:
-                    value = T.cast(pivots[row, 0], "int64") + column
-                elif column - first < pivots[row, 3]:
-                    value = T.cast(pivots[row, 2], "int64") + (column - first)
-                out[row, column] = T.cast(value, "int32")
+        with T.Kernel(n, T.ceildiv(width, columns), threads=threads) as (row, part):
+            await_producers(n * T.ceildiv(width, columns))
+            for i in T.unroll(entries):
+                column = part * columns + i * threads + T.get_thread_binding()
+                if column < width:
+                    first = T.max(pivots[row, 1], 0)
+                    value = T.alloc_var("int64", init=-1)
+                    if column < first:
+                        value = T.cast(pivots[row, 0], "int64") + column
+                    elif column - first < pivots[row, 3]:
+                        value = T.cast(pivots[row, 2], "int64") + (column - first)
+                    out[row, column] = T.cast(value, "int32")
 
     return expand
 
 
-def window_kernel(threads: int) -> Any:
+def window_kernel(threads: int, entries: int) -> Any:
+    columns = threads * entries  # of a thread block
     n, width = T.dynamic("n"), T.dynamic("width")
 
     @T.prim_func
     def window(offset_len: T.Tensor((n, 2), "int32"), block_size: T.int32, out: table(n, width, "out")):
-        with T.Kernel(n, T.ceildiv(width, threads), threads=threads) as (row, part):
-            await_producers(n * T.ceildiv(width, threads))
-            column = part * threads + T.get_thread_binding()
-            if column < width:
-                start = T.alloc_var("int32", init=offset_len[row, 0])
-                value = T.alloc_var("int64", init=-1)
-                if (start >= 0) & (column < offset_len[row, 1]):
-                    inside = T.truncmod(start, block_size)
-                    turned = T.truncmod(T.cast(inside, "uint32") + T.cast(column, "uint32"), T.cast(block_size, "uint32"))
-                    value = T.cast(start - inside, "int64") + T.cast(turned, "int64")
-                out[row, column] = T.cast(value, "int32")
+        with T.Kernel(n, T.ceildiv(width, columns), threads=threads) as (row, part):
+            await_producers(n * T.ceildiv(width, columns))
+            for i in T.unroll(entries):
+                column = part * columns + i * threads + T.get_thread_binding()
+                if column < width:
+                    start = T.alloc_var("int32", init=offset_len[row, 0])
+                    value = T.alloc_var("int64", init=-1)
+                    if (start >= 0) & (column < offset_len[row, 1]):
+                        inside = T.truncmod(start, block_size)
+                        turned = T.truncmod(T.cast(inside, "uint32") + T.cast(column, "uint32"), T.cast(block_size, "uint32"))
+                        value = T.cast(start - inside, "int64") + T.cast(turned, "int64")
+                    out[row, column] = T.cast(value, "int32")
 
     return window

@@ -45,8 +45,6 @@ def bind_load(request: Request) -> Launcher:
             alignment = ROW_ALIGNMENT if wide else out.element_size()
             arguments = (layout, block_size, alignment, shape)
             run = built[wide] = kernel(factory, *arguments, platform=request.platform, device=out.device)
-        if out_sf is None:
-            return lambda cache, segments, total_k, out, out_sf: run(cache, segments, total_k, out)
         return run
 
     return launcher(prepare)
@@ -123,6 +121,7 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: t
         segments: T.Tensor((segment_count, 4), "int32"),
         total_k: T.int64,
         out: T.StridedTensor((rows, layout.elements), (out_stride, 1), "bfloat16"),
+        out_sf: T.Tensor((1,), "float32"),  # always None: main layouts give rows only
     ):
         with T.Kernel(segment_count * tiles, threads=WARP * warps, prelude=source(geometry, alignment)) as program:
             data = T.alloc_local((tokens * rounds * words,), "uint32")

@@ -6,7 +6,9 @@ store, store_index  (the same two, tokens up to which a warp takes one round onl
 raw                 (rows of an index layout that a thread block copies, its threads)
 fused               (warps of a thread block, tokens that a lane takes one after another where they more than fill the device,
                     thread blocks that a multiprocessor must hold, tokens up to which no lane gets a second one)
-others              (threads of a thread block,), one a table entry
+convert, cat,       (threads of a thread block, entries that each takes, thread blocks up to which each takes one only)
+expand, window
+plan                (threads of a thread block,), one a segment
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ ONE_ROUND = (1, 4)
 #: one round of a store of e2m1 took 4.8 us at 8,192 tokens and 1.3 at 64, four rounds 5.6 and 2.1 (the file of `streamed`)
 FEW = 16384
 FEW_FUSED = 2048  #: V41_FORMAT's fused store took 1.12 us at 128 tokens and 2.90 at 2,048 so, 1.58 and 3.15 with `fused_kernel`
+FEW_TABLE = 1056  #: kv_index_cat took 0.83 us for 8,192 entries so and 1.42 with four a thread, for 8 million 79.8 and 24.9
 TUNED_ROUNDS = 2  #: octets of a lane in the records that this was measured with
 
 TABLE = Table(
@@ -60,8 +63,10 @@ TABLE = Table(
             ("fused", "e4m3"): measured((4, 16, 8, FEW_FUSED), FUSED, "V41_FORMAT", 0.9310),
             ("fused", "e2m1"): measured((4, 8, 8, FEW_FUSED), FUSED, "V41_FP4_FORMAT", 0.7562),
             ("fused", None): measured((4, 8, 8, FEW_FUSED), FUSED, "BF16_FORMAT", 0.9575),
-            ("convert", None): measured((128,), "convert_kv_index", "-", 0.2072),
-            ("cat", None): measured((128,), "kv_index_cat", "-", 0.1669),
+            ("convert", None): measured((128, 4, FEW_TABLE), "convert_kv_index", "-", 0.2072),
+            ("cat", None): measured((128, 4, FEW_TABLE), "kv_index_cat", "-", 0.1669),
+            ("expand", None): measured((128, 4, FEW_TABLE), "expand_swa_index", "-", 0.1669),
+            ("window", None): measured((128, 4, FEW_TABLE), "get_kv_swa_index_decode", "-", 0.1669),
         },
     },
     # One round of a token a lane, four warps: fewer registers than any shape above, and few threads.
@@ -71,7 +76,8 @@ TABLE = Table(
         **{(kernel, dtype): ONE_ROUND for kernel in ("load", "slots") for dtype in ("e4m3", "e2m1", None)},
         **{("raw", dtype): (32, 128) for dtype in ("e4m3", "e2m1")},
         **{("fused", dtype): (4, 8, 4, FEW_FUSED) for dtype in ("e4m3", "e2m1", None)},
-        **{(kernel, None): (128,) for kernel in ("convert", "cat", "expand", "window", "plan")},
+        **{(kernel, None): (128, 4, FEW_TABLE) for kernel in ("convert", "cat", "expand", "window")},
+        ("plan", None): (128,),
     },
     command="python benchmarks/gpu_tilelang.py OUT.json --variants",
 )

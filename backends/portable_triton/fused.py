@@ -12,7 +12,8 @@ from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
 from kvhal.backends.portable_triton.launch import Kernel, await_producers, few_shape, launch_shape
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.packed import addresses, pair_bf16, rows_of
-from kvhal.backends.portable_triton.record import by_pairs, record_of, whole_octets
+from kvhal.backends.portable_triton.prepared import launcher
+from kvhal.backends.portable_triton.record import Record, by_pairs, record_of, whole_octets
 from kvhal.backends.portable_triton.stages import Stages, hadamard, pair_turns, rms_norm, rotate_any, rotate_pairs
 from kvhal.backends.portable_triton.store import (
     element_of,
@@ -137,6 +138,16 @@ def dequantise(data, scale, rec: tl.constexpr):
     return bits
 
 
+def _offset(rope: RopeArgs, record: Record) -> int:
+    return record.elements - rope.rope_dim if rope.offset is None else rope.offset
+
+
+def flat(kv, norm, rope, hadamard, *into):
+    """What a prepared fused store is called with, of a launcher's arguments."""
+    turns = (None, None) if rope is None else (rope.positions, rope.cos_sin_cache)
+    return (kv, None if norm is None else norm.weight, *turns, *into)
+
+
 def bind_fused_store(request: Request) -> Launcher:
     """The launcher of FUSED_STORE (kvhal.interface, "Launchers")."""
     layout = request.layout
@@ -148,7 +159,7 @@ def bind_fused_store(request: Request) -> Launcher:
     limit, few_warps = few_shape("fused_few", record, request.platform)
 
     def kernel_of(octets: bool, few: bool, norm: NormArgs | None, rope: RopeArgs | None, *flags: bool) -> tuple[Kernel, int]:
-        rotation = (0, 0, False) if rope is None else (rope.rope_dim, _offset(rope), rope.is_neox_style)
+        rotation = (0, 0, False) if rope is None else (rope.rope_dim, _offset(rope, record), rope.is_neox_style)
         key = (octets, few, norm is None, rotation, flags)
         kernel = kernels.get(key)
         if kernel is None:
@@ -165,10 +176,7 @@ def bind_fused_store(request: Request) -> Launcher:
             kernel = kernels[key] = made, tokens
         return kernel
 
-    def _offset(rope: RopeArgs) -> int:
-        return record.elements - rope.rope_dim if rope.offset is None else rope.offset
-
-    def launch(kv, norm, rope, hadamard, cache, slots, back):
+    def call_of(kv, norm, rope, hadamard, cache, slots, back):
         n = kv.shape[0]
         # an argument that a kernel does not look at gets the rows: a pointer that exists
         weight, eps = (kv, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -177,7 +185,8 @@ def bind_fused_store(request: Request) -> Launcher:
         few = n <= limit
         octets = packed.pairs and not few and whole_octets(kv)
         kernel, tokens = kernel_of(octets, few, norm, rope, hadamard is not None, cache is not None, back is not None)
-        kernel(
+        return (
+            kernel,
             (n + tokens - 1) // tokens,
             kv,
             kv.stride(0),
@@ -196,4 +205,4 @@ def bind_fused_store(request: Request) -> Launcher:
             block_stride,
         )
 
-    return launch
+    return launcher(call_of, request.platform, flat)

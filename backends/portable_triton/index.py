@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kvhal.backends.portable_triton.launch import Kernel, await_producers
+from kvhal.backends.portable_triton.prepared import launcher
 from kvhal.backends.portable_triton.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
@@ -65,10 +66,11 @@ def bind_convert_index(request: Request) -> Launcher:
     tile, warps = shape_of(request.platform.arch, "convert", None)
     kernel = Kernel(convert_kernel, (tile,), warps, request.platform)
 
-    def launch(topk, block_tables, context_lens, block_size):
+    def call_of(topk, block_tables, context_lens, block_size):
         batch, queries, count = topk.shape
         parts = (count + tile - 1) // tile
-        kernel(
+        return (
+            kernel,
             batch * queries * parts,
             topk,
             topk.stride(1),
@@ -85,7 +87,7 @@ def bind_convert_index(request: Request) -> Launcher:
             parts,
         )
 
-    return launch
+    return launcher(call_of, request.platform)
 
 
 @triton.jit(do_not_specialize=["left_width", "width", "base", "parts"])
@@ -118,13 +120,13 @@ def bind_index_cat(request: Request) -> Launcher:
     tile, warps = shape_of(request.platform.arch, "cat", None)
     kernel = Kernel(cat_kernel, (tile,), warps, request.platform)
 
-    def launch(left, right, base, out):
+    def call_of(left, right, base, out):
         rows, width = out.shape
         parts = (width + tile - 1) // tile
         strides = left.stride(0), right.stride(0), out.stride(0)
-        kernel(rows * parts, left, strides[0], right, strides[1], out, strides[2], left.shape[1], width, base, parts)
+        return kernel, rows * parts, left, strides[0], right, strides[1], out, strides[2], left.shape[1], width, base, parts
 
-    return launch
+    return launcher(call_of, request.platform)
 
 
 @triton.jit(do_not_specialize=["width", "parts"], do_not_specialize_on_alignment=["pivots_ptr"])
@@ -147,12 +149,12 @@ def bind_expand_swa_index(request: Request) -> Launcher:
     tile, warps = shape_of(request.platform.arch, "expand", None)
     kernel = Kernel(expand_kernel, (tile,), warps, request.platform)
 
-    def launch(pivots, out):
+    def call_of(pivots, out):
         rows, width = out.shape
         parts = (width + tile - 1) // tile
-        kernel(rows * parts, pivots, out, out.stride(0), width, parts)
+        return kernel, rows * parts, pivots, out, out.stride(0), width, parts
 
-    return launch
+    return launcher(call_of, request.platform)
 
 
 @triton.jit(do_not_specialize=["width", "block_size", "parts"], do_not_specialize_on_alignment=["pivots_ptr"])
@@ -181,9 +183,9 @@ def bind_decode_swa_index(request: Request) -> Launcher:
     tile, warps = shape_of(request.platform.arch, "window", None)
     kernel = Kernel(decode_kernel, (tile,), warps, request.platform)
 
-    def launch(offset_len, swa_block_size, out):
+    def call_of(offset_len, swa_block_size, out):
         rows, width = out.shape
         parts = (width + tile - 1) // tile
-        kernel(rows * parts, offset_len, out, out.stride(0), width, swa_block_size, parts)
+        return kernel, rows * parts, offset_len, out, out.stride(0), width, swa_block_size, parts
 
-    return launch
+    return launcher(call_of, request.platform)

@@ -93,17 +93,26 @@ class Kernel:
                 self.function[(programs,)](*args, *self.constants)
             return
         if self.current_device is None:
-            self.current_stream = driver.active.get_current_stream
-            self.current_device = current_index("cuda")  # last: another thread may be asking for it
+            self.current_device = current_index("cuda")
         device = self.current_device()
+        kernel, values = self.built(device, args)
+        stream = self.current_stream(device)
+        head = (self.grid(programs), 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None)
+        kernel.run(*head, *values, *self.constants)
+
+    def built(self, device: int, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The compiled kernel for these arguments on a device, the current one if it is yet to be compiled; they as numbers."""
+        if self.current_stream is None:
+            self.current_stream = driver.active.get_current_stream
         key, values = self.key(device, args)
         kernel = self.compiled.get(key)
         if kernel is None:
             kernel = self.compiled[key] = self._compile(args)
-        stream = self.current_stream(device)
-        if self.evenly and programs <= FEW_EVEN_PROGRAMS:
-            programs += -programs % MULTIPROCESSORS
-        kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *values, *self.constants)
+        return kernel, values
+
+    def grid(self, programs: int) -> int:
+        """So many programs, and those that let a small grid lie evenly."""
+        return programs + -programs % MULTIPROCESSORS if self.evenly and programs <= FEW_EVEN_PROGRAMS else programs
 
     def key(self, device: int, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """All that the compiled code depends on, at least as fine as Triton's own key; and the arguments as numbers."""

@@ -9,6 +9,7 @@ import triton.language as tl
 from kvhal.backends.portable_triton.codec import decode_scale, dequantise_codes
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
 from kvhal.backends.portable_triton.launch import Kernel, await_producers, few_shape, launch_shape
+from kvhal.backends.portable_triton.prepared import launcher
 from kvhal.backends.portable_triton.record import record_of
 from kvhal.backends.portable_triton.store import element_of, record_bases, resolve_slots, word_of
 from kvhal.interface import Launcher, Request
@@ -77,11 +78,13 @@ def write_rows(out_ptr, out_stride, row, written, bits, rec: tl.constexpr):
 
 
 @triton.jit
-def segment_rows(segments_ptr, total_k, num_blocks, rec: tl.constexpr, tokens: tl.constexpr):
+def segment_rows(segments_ptr, count, total_k, num_blocks, rec: tl.constexpr, tokens: tl.constexpr):
     """Block, tokens [T], whether they can be read, output rows [T], whether they are written, and whether any is."""
     parts: tl.constexpr = (rec.block_size + tokens - 1) // tokens
     program = tl.program_id(0)
-    segments_ptr += (program // parts).to(tl.int64) * 4
+    segment = program // parts
+    exists = segment < count  # else one of the programs that let a small grid lie evenly
+    segments_ptr += tl.where(exists, segment, 0).to(tl.int64) * 4
     block = tl.load(segments_ptr).to(tl.int64)
     begin = tl.load(segments_ptr + 1).to(tl.int64)
     end = tl.load(segments_ptr + 2).to(tl.int64)
@@ -89,17 +92,20 @@ def segment_rows(segments_ptr, total_k, num_blocks, rec: tl.constexpr, tokens: t
     first = tl.maximum(begin, 0) + (program % parts) * tokens
     token = first + tl.arange(0, tokens)
     row = token + (target - begin)
-    limit = tl.minimum(end, rec.block_size)
+    limit = tl.where(exists, tl.minimum(end, rec.block_size), 0)
     covered = (token < limit) & (row.to(tl.uint64, bitcast=True) < total_k.to(tl.uint64))
     return block, token, covered & (block >= 0) & (block < num_blocks), row, covered, first < limit
 
 
-@triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
+@triton.jit(
+    do_not_specialize=["count", "total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"]
+)
 def load_kernel(
     cache_ptr,
     segments_ptr,
     out_ptr,
     out_stride,
+    count: tl.int32,
     total_k: tl.int64,
     num_blocks: tl.int64,
     block_stride: tl.int64,
@@ -108,7 +114,7 @@ def load_kernel(
     early: tl.constexpr,
 ):
     await_producers(early)
-    block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
+    block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, count, total_k, num_blocks, rec, tokens)
     if any_covered:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
         write_rows(out_ptr, out_stride, row, covered, read_records(base, sf_base, ok, rec), rec)
@@ -148,7 +154,9 @@ def store_items(target, items, covered, count: tl.constexpr):
     tl.store(target[:, None] + item[None, :], items, mask=covered[:, None] & (item < count)[None, :])
 
 
-@triton.jit(do_not_specialize=["total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"])
+@triton.jit(
+    do_not_specialize=["count", "total_k", "num_blocks", "block_stride"], do_not_specialize_on_alignment=["segments_ptr"]
+)
 def load_raw_kernel(
     cache_ptr,
     segments_ptr,
@@ -156,6 +164,7 @@ def load_raw_kernel(
     out_stride,
     out_sf_ptr,
     out_sf_stride,
+    count: tl.int32,
     total_k: tl.int64,
     num_blocks: tl.int64,
     block_stride: tl.int64,
@@ -164,7 +173,7 @@ def load_raw_kernel(
     early: tl.constexpr,
 ):
     await_producers(early)
-    block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, total_k, num_blocks, rec, tokens)
+    block, token, ok, row, covered, any_covered = segment_rows(segments_ptr, count, total_k, num_blocks, rec, tokens)
     if any_covered:
         base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)
         # byte by byte only where a record's scales do not lie on the addresses that whole words need
@@ -184,28 +193,35 @@ def bind_load(request: Request) -> Launcher:
     record = record_of(layout, block_size, request.platform)
     if layout.is_index:
         return _bind_raw(record, request.platform)
-    tokens, warps = launch_shape("load", record, request.platform.arch)
-    kernel = Kernel(load_kernel, (record, tokens), warps, request.platform)
-    parts = (block_size + tokens - 1) // tokens
     unit = record.block_unit if layout.quantized_dtype else record.block_unit // 2
 
-    def launch(cache, segments, total_k, out, out_sf):
-        blocks, stride = cache.shape[0], cache.stride(0) // unit
-        kernel(segments.shape[0] * parts, cache, segments, out, out.stride(0), total_k, blocks, stride)
+    def kernel_of(tokens, warps):
+        return Kernel(load_kernel, (record, tokens), warps, request.platform, even=True), -(-block_size // tokens)
 
-    return launch
+    many = kernel_of(*launch_shape("load", record, request.platform.arch))
+    limit, warps = few_shape("load_few", record, request.platform)
+    few = kernel_of(1, warps)
+
+    def call_of(cache, segments, total_k, out, out_sf):
+        count = segments.shape[0]
+        kernel, parts = few if count * block_size <= limit else many
+        blocks, stride = cache.shape[0], cache.stride(0) // unit
+        return kernel, count * parts, cache, segments, out, out.stride(0), count, total_k, blocks, stride
+
+    return launcher(call_of, request.platform)
 
 
 def _bind_raw(record, platform) -> Launcher:
     tokens, warps = launch_shape("raw", record, platform.arch)
-    kernel = Kernel(load_raw_kernel, (record, tokens), warps, platform)
+    kernel = Kernel(load_raw_kernel, (record, tokens), warps, platform, even=True)
     parts = (record.block_size + tokens - 1) // tokens
 
-    def launch(cache, segments, total_k, out, out_sf):
+    def call_of(cache, segments, total_k, out, out_sf):
         # bits are copied, whatever they mean; fp8 pointers do not exist below sm_89
         sf = out_sf.view(torch.int32 if record.sf_words and out_sf.element_size() == 4 else torch.uint8)
         sf_stride = out_sf.stride(0) * out_sf.element_size() // sf.element_size()
-        kernel(
+        return (
+            kernel,
             segments.shape[0] * parts,
             cache,
             segments,
@@ -213,12 +229,13 @@ def _bind_raw(record, platform) -> Launcher:
             out.stride(0),
             sf,
             sf_stride,
+            segments.shape[0],
             total_k,
             cache.shape[0],
             cache.stride(0) // record.block_unit,
         )
 
-    return launch
+    return launcher(call_of, platform)
 
 
 def bind_load_slots(request: Request) -> Launcher:
@@ -234,10 +251,10 @@ def bind_load_slots(request: Request) -> Launcher:
     limit, warps = few_shape("slots_few", record, request.platform)
     few = kernel_of(1, warps)
 
-    def launch(cache, slots, out):
+    def call_of(cache, slots, out):
         n = slots.shape[0]
         kernel, tokens = few if n <= limit else many
         programs = (n + tokens - 1) // tokens
-        kernel(programs, cache, slots, out, out.stride(0), n, cache.shape[0], cache.stride(0) // unit)
+        return kernel, programs, cache, slots, out, out.stride(0), n, cache.shape[0], cache.stride(0) // unit
 
-    return launch
+    return launcher(call_of, request.platform)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvhal.backends.portable_triton.launch import Kernel, await_producers
+from kvhal.backends.portable_triton.prepared import launcher
 from kvhal.backends.portable_triton.tuned import shape_of
 from kvhal.interface import Launcher, Request
 
@@ -68,11 +69,11 @@ def bind_expand_load_plan(request: Request) -> Launcher:
     tile, warps = shape_of(request.platform.arch, "plan", None)
     kernel = Kernel(plan_kernel, (tile,), warps, request.platform)
 
-    def launch(spans, block_tables, block_size, out):
+    def call_of(spans, block_tables, block_size, out):
         count, number = out.shape[0], spans.shape[0]
         rows, width = block_tables.shape
         step = 1 << number.bit_length() >> 1  # the largest power of two among the counts of spans
         facts = (step, number, block_tables.stride(0), rows, width, block_size, count)
-        kernel((count + tile - 1) // tile, spans, block_tables, out, *facts)
+        return kernel, (count + tile - 1) // tile, spans, block_tables, out, *facts
 
-    return launch
+    return launcher(call_of, request.platform)

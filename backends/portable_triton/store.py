@@ -12,6 +12,7 @@ from kvhal.backends.portable_triton.codec_e2m1 import quantise_e2m1
 from kvhal.backends.portable_triton.launch import Kernel, await_producers, few_shape, launch_shape
 from kvhal.backends.portable_triton.packed import addresses, items_of, quantise_pairs, rows_of
 from kvhal.backends.portable_triton.packed_e2m1 import quantise_pairs_e2m1
+from kvhal.backends.portable_triton.prepared import launcher
 from kvhal.backends.portable_triton.record import Record, by_pairs, record_of, whole_octets
 from kvhal.interface import Launcher, Request
 
@@ -192,10 +193,10 @@ def bind_store(request: Request) -> Launcher:
     limit, warps = few_shape("store_few", record, request.platform)
     few = kernel_of(replace(record, guarded=False), 1, warps)
 
-    def launch(kv, cache, slots):
+    def call_of(kv, cache, slots):
         n = kv.shape[0]
         kernel, tokens = few if n <= limit else by_octets if packed.pairs and whole_octets(kv) else plain
         blocks, stride = cache.shape[0], cache.stride(0) // unit
-        kernel((n + tokens - 1) // tokens, kv, kv.stride(0), cache, slots, n, blocks, stride)
+        return kernel, (n + tokens - 1) // tokens, kv, kv.stride(0), cache, slots, n, blocks, stride
 
-    return launch
+    return launcher(call_of, request.platform)

@@ -62,7 +62,8 @@ TABLE = Table(
             ("slots_few", "e2m1"): few((256, 512), SLOTS, "V41_FP4_FORMAT", 0.9883),
             ("raw", "e4m3"): explored((4096, 1, 2), LOAD, "MXFP8_INDEX_KV_FORMAT", 0.8170, 7),
             ("raw", "e2m1"): explored((4096, 1, 2), LOAD, "FP4_INDEX_KV_FORMAT", 0.7099, 7),
-            ("cat", None): measured((1024, 4), "kv_index_cat", "-", 0.3259),
+            ("convert", None): measured((256, 4), "convert_kv_index", "-", 0.2),
+            ("cat", None): measured((256, 4), "kv_index_cat", "-", 0.3259),
         },
     },
     # At most 32 elements a lane where kernels quantise and 64 where they dequantise: they compile for every target of
@@ -77,6 +78,7 @@ TABLE = Table(
         **{("slots_few", dtype): (256, 512) for dtype in ("e4m3", "e2m1")},
         ("fused_few", None): (512, 2048),
         ("slots_few", None): (512, 0),
+        **{("load_few", dtype): (256, most) for dtype, most in (("e4m3", 256), ("e2m1", 1024), (None, 512))},
         **{("raw", dtype): (4096, 1, 2) for dtype in ("e4m3", "e2m1")},
         **{(kernel, None): (128, 4) for kernel in ("convert", "window")},
         **{(kernel, None): (1024, 4) for kernel in ("cat", "expand")},

@@ -8,7 +8,8 @@ from torch.compiler import is_dynamo_compiling
 from kvhal.config import current
 from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
 from kvhal.ops.fused_calls import fused
-from kvhal.ops.repeated import FUSED_STORE, NO_ADDRESS, UNALIGNED
+from kvhal.ops.fused_repeat import UNLIKE
+from kvhal.ops.repeated import FUSED_STORE, NO_ADDRESS
 
 
 def fused_norm_rope_hadamard_cast_store_kvcache(
@@ -45,20 +46,10 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
     scope = current()
     try:
         call = scope.near[FUSED_STORE].get(0 if out_args is None else out_args.kv_cache.data_ptr())
-        tensors = call and call.scalars[0](kv, norm_args, rope_args, hadamard_args, cast_args, out_args)  # its `comparer`
-    except (*NO_ADDRESS, ValueError):  # objects that cannot be compared either
-        call = tensors = None
-    if call is not None and tensors is not None and call.same(*tensors):
-        address = kv.data_ptr()
-        if norm_args is not None:
-            address |= norm_args.weight.data_ptr()
-        if rope_args is not None:
-            address |= rope_args.cos_sin_cache.data_ptr()
-        if not address & UNALIGNED:
-            back: torch.Tensor | None = call.new() if call.fresh else None
-            cache = slots = None
-            if out_args is not None:
-                cache, slots = out_args.kv_cache, out_args.slot_mapping
-            call.prepared(kv, norm_args, rope_args, hadamard_args, cache, slots, back)
-            return back
+    except NO_ADDRESS:
+        call = None
+    if call is not None:
+        back = call.scalars[0](kv, norm_args, rope_args, hadamard_args, cast_args, out_args)  # see fused_repeat.repeatable
+        if back is not UNLIKE:
+            return back  # type: ignore[no-any-return]
     return fused(scope, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)

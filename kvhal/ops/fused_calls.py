@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
 from types import NoneType
@@ -30,6 +29,7 @@ from kvhal.ops.checks import (
     record_rows,
     reject,
 )
+from kvhal.ops.fused_repeat import repeatable, scalars_of, tensors_of
 from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, keep_near, remember
 
 STAGES = ("norm", "rope", "hadamard")
@@ -51,9 +51,8 @@ def fused(
         return library.fused_store(kv, norm, rope, hadamard, casting, out)
     stages = (norm, rope, hadamard)
     scalars = scalars_of(*stages, casting, out)
-    compare = None if scalars is None else comparer(scalars)
-    tensors = None if compare is None else compare(kv, *stages, casting, out)
-    key = None if scalars is None or tensors is None else call_key(Op.FUSED_STORE, scalars, *tensors)
+    tensors = () if scalars is None else tensors_of(kv, norm, rope, out)
+    key = None if scalars is None else call_key(Op.FUSED_STORE, scalars, *tensors)
     call = find(scope, key, out.kv_cache if key and out else None)
     cache: torch.Tensor | None
     slots: torch.Tensor | None
@@ -79,81 +78,12 @@ def fused(
         launch(rows, *stages, cache, slots, back)
         new = None if back is None else allocator(back)
         key = key if rows is kv else None
-        call = remember(scope, key, lambda: Call(launch, tensors or (), (compare,), new))
-    if call is not None and tensors is not None:
+        call = remember(scope, key, lambda: repeatable(Call(launch, tensors, scalars or (), new)))
+    if call is not None:
         hint = 0 if cache is None else cache.data_ptr()
         aligned = (kv, None if norm is None else norm.weight, None if rope is None else rope.cos_sin_cache, back)
         keep_near(scope, FUSED_STORE, hint, call, tensors, aligned, kv, *stages, cache, slots, back)
     return back
-
-
-Compare = Callable[..., tuple[Any, ...] | None]
-
-
-def comparer(scalars: tuple[Any, ...]) -> Compare:
-    """A function of a call's arguments: its tensors if all else is as `scalars_of` took it from another call, or None.
-
-    Numbers are mostly the same objects as before, and else compared by value and class.
-    """
-    (norm_kind, rope_kind, hadamard_kind, out_kind), known_cast, eps, rotation, layout = scalars
-    with_norm, with_rope, with_out = norm_kind is not NoneType, rope_kind is not NoneType, out_kind is not NoneType
-    width, neox, offset = rotation or (None, None, None)
-    usual = with_norm and with_rope and with_out
-
-    def tensors_of(kv: Any, norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> tuple[Any, ...] | None:
-        if type(norm) is not norm_kind or type(rope) is not rope_kind or type(out) is not out_kind:
-            return None
-        if type(hadamard) is not hadamard_kind or (
-            casting is not known_cast and (type(casting) is not CastArgs or casting != known_cast or not _has_flags(casting))
-        ):
-            return None
-        if with_norm and norm.eps is not eps and not _alike(norm.eps, eps):
-            return None
-        if with_rope and (
-            rope.is_neox_style is not neox
-            or (rope.rope_dim is not width and not _alike(rope.rope_dim, width))
-            or (rope.offset is not offset and not _alike(rope.offset, offset))
-        ):
-            return None
-        if with_out and out.layout is not layout:
-            return None
-        if usual:  # without making tuples of tuples
-            return kv, norm.weight, rope.positions, rope.cos_sin_cache, out.kv_cache, out.slot_mapping
-        return (
-            kv,
-            *((norm.weight,) if with_norm else ()),
-            *((rope.positions, rope.cos_sin_cache) if with_rope else ()),
-            *((out.kv_cache, out.slot_mapping) if with_out else ()),
-        )
-
-    return tensors_of
-
-
-def _alike(have: Any, known: Any) -> bool:
-    """Whether a number can stand for another one: True == 1 == 1.0."""
-    return type(have) is type(known) and have == known
-
-
-def _has_flags(casting: CastArgs) -> bool:
-    """Its flags are bools, and not what only compares like one."""
-    return type(casting.round_sf) is bool and type(casting.cast_back) is bool
-
-
-def scalars_of(norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> tuple[Any, ...] | None:
-    """All of a call but its tensors; None when an argument is not of its own class, or a number is not a plain one."""
-    kinds = (type(norm), type(rope), type(hadamard), type(out))
-    allowed = (NormArgs, RopeArgs, HadamardArgs, KVCacheOutArgs)
-    if any(kind not in (NoneType, own) for kind, own in zip(kinds, allowed, strict=True)) or type(casting) is not CastArgs:
-        return None
-    eps = None if norm is None else norm.eps
-    rotation = None if rope is None else (rope.rope_dim, rope.is_neox_style, rope.offset)
-    if type(eps) not in (NoneType, float, int) or not _has_flags(casting):
-        return None
-    if rotation is not None and (
-        type(rotation[0]) is not int or type(rotation[1]) is not bool or type(rotation[2]) not in (NoneType, int)
-    ):
-        return None
-    return kinds, casting, eps, rotation, None if out is None else out.layout
 
 
 def _bound(

@@ -45,7 +45,7 @@ class Call:
         launch: its launcher, which takes tensors at any address.
         prepared: the same for tensors that are `same` and whose rows lie on aligned addresses.
         same: whether tensors, as many as it was made of, have the dtypes, shapes, strides and devices of this call's.
-        scalars: what else it was called with; the operation knows their order. Of a fused store, what compares all that alone.
+        scalars: what else it was called with; the operation knows their order. Of a fused store, what compares and repeats it.
         fresh, new: the output is to be made, and what makes it.
         width: columns of the rows that its tensors are viewed as, 0 when they are passed as they are.
     """

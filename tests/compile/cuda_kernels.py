@@ -52,7 +52,9 @@ def _slots_and_indices() -> dict[str, Job]:
     for name, layout in BUILTIN_FORMATS.items():
         found[f"slots_{name}"] = job(load.slots_kernel, layout, 64, "int64", 16)
     for factory in (index.convert_kernel, index.cat_kernel, index.expand_kernel, index.window_kernel):
-        found[factory.__name__.removesuffix("_kernel")] = job(factory)
+        name = factory.__name__.removesuffix("_kernel")
+        threads, entries, _ = shape_of(ARCH, name, None)
+        found |= {name: (factory, threads, 1), f"{name}_many": (factory, threads, entries)}
     (threads,) = shape_of(ARCH, "plan", None)
     return found | {"plan": (plan.plan_kernel, 4, threads), "plan_narrow": (plan.plan_kernel, 1, threads)}
 

@@ -80,7 +80,7 @@ def test_a_prepared_launcher_does_what_the_launcher_does(op: Op, shift: int, log
     for given in arguments(op, shift):
         log.clear()
         launch(*given)
-        launch.prepare(*given)(*given)
+        launch.prepare(*given)(*(flat(*given) if op == Op.FUSED_STORE else given))
         (factory, static, first), (again, as_static, second) = log
         assert (factory, static) == (again, as_static)
         assert len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))
@@ -100,16 +100,22 @@ def test_rows_off_their_alignment_get_another_kernel(log: list[tuple[Any, ...]])
         assert wide == eight == last != odd
 
 
-def test_a_fused_kernel_gets_the_numbers_and_tensors_of_this_call(log: list[tuple[Any, ...]]) -> None:
-    """A prepared launcher reads the argument objects anew."""
+def flat(kv: Any, norm: Any, rope: Any, hadamard: Any, *into: Any) -> tuple[Any, ...]:
+    """What a prepared fused store takes: tensors only, None for those that are left out."""
+    turns = (None, None) if rope is None else (rope.positions, rope.cos_sin_cache)
+    return (kv, None if norm is None else norm.weight, *turns, *into)
+
+
+def test_a_fused_kernel_gets_the_tensors_of_this_call(log: list[tuple[Any, ...]]) -> None:
+    """A prepared launcher keeps the number it was made with, and no tensor."""
     launch: Any = BINDERS[Op.FUSED_STORE](Request(Op.FUSED_STORE, kvhal.V41_FORMAT, H100, BLOCK_SIZE))
-    kv, norm, rope, _, cache, slots, back = arguments(Op.FUSED_STORE, 0)[0]
-    prepared = launch.prepare(kv, norm, rope, None, cache, slots, back)
-    other = NormArgs(torch.zeros(512), 0.5), RopeArgs(slots.clone(), torch.zeros(9, 64), 64)
-    prepared(kv, *other, None, cache, slots, back)
-    given = log[-1][2]
-    expected = (kv, other[0].weight, 0.5, other[1].positions, other[1].cos_sin_cache, cache, slots, back)
-    assert all(have is need or have == need for have, need in zip(given, expected, strict=True))
-    prepared(kv, NormArgs(other[0].weight, 10**20), other[1], None, cache, slots, back)
-    prepared(kv, NormArgs(other[0].weight, 10**20), None, None, cache, slots, None)
-    assert [type(entry[2][2]) for entry in log[-2:]] == [float, float], "an int beyond 64 bits cannot be passed as one"
+    kv, _, rope, _, cache, slots, back = arguments(Op.FUSED_STORE, 0)[0]
+    for eps in (0.5, 10**20):
+        prepared = launch.prepare(kv, NormArgs(torch.zeros(512), eps), rope, None, cache, slots, back)
+        tensors = (kv.clone(), torch.zeros(512), slots.clone(), torch.zeros(9, 64), cache.clone(), slots.clone(), back)
+        prepared(*tensors)
+        first, *others = log[-1][2]
+        assert type(first) is float and first == eps, "an int beyond 64 bits cannot be passed as one"
+        assert all(have is need for have, need in zip(others, tensors, strict=True))
+    launch(kv, None, None, HadamardArgs(), None, None, back)
+    assert log[-1][2] == (0.0, kv, None, None, None, None, None, back)

@@ -12,12 +12,15 @@ from kvhal.interface import Op
 from kvhal.tuning import Shape
 
 #: that have kernels for few tokens
-OPS = {"cuda_tilelang": (Op.STORE, Op.FUSED_STORE), "portable_triton": (Op.STORE, Op.LOAD_SLOTS, Op.FUSED_STORE)}
+OPS = {
+    "cuda_tilelang": (Op.STORE, Op.FUSED_STORE, Op.CONVERT_INDEX, Op.INDEX_CAT, Op.EXPAND_SWA_INDEX, Op.DECODE_SWA_INDEX),
+    "portable_triton": (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE),
+}
 
-#: kernel -> where its shape has the tokens that are few
+#: kernel -> where its shape has the tokens, or the thread blocks of a table of indices, that are few
 PLACES = {
-    "cuda_tilelang": {"store": 2, "store_index": 2, "fused": 3},
-    "portable_triton": {"store_few": 1, "slots_few": 1, "fused_few": 1},
+    "cuda_tilelang": {"store": 2, "store_index": 2, "fused": 3} | dict.fromkeys(("convert", "cat", "expand", "window"), 2),
+    "portable_triton": {"store_few": 1, "load_few": 1, "slots_few": 1, "fused_few": 1},
 }
 
 
@@ -40,17 +43,17 @@ def shapes_changed(modules: tuple[Any, ...], change: Callable[[str, Shape], Shap
 
 @contextmanager
 def no_call_is_small(backend: str) -> Iterator[None]:
-    """Inside, a backend's table says that zero tokens are the most of a small call.
+    """Inside, a backend's table says that zero tokens are the most of a small call, and so for tables of indices.
 
     Raises:
         AssertionError: the table does not have the kernels whose shapes have such a number.
     """
     modules: tuple[Any, ...]
     if backend == "cuda_tilelang":
-        from kvhal.backends.cuda_tilelang import fused, store
+        from kvhal.backends.cuda_tilelang import fused, index, store
         from kvhal.backends.cuda_tilelang.tuned import TABLE
 
-        modules = (fused, store)
+        modules = (fused, index, store)
     else:
         from kvhal.backends.portable_triton import launch
         from kvhal.backends.portable_triton.tuned import TABLE

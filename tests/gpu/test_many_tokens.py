@@ -1,4 +1,4 @@
-"""The kernels for many tokens over the conformance suite's cases, which are all of a few."""
+"""The kernels for many tokens, and for large tables of indices, over the conformance suite's cases, which are all of a few."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
+
 import pytest
 import torch
 
@@ -42,3 +45,30 @@ def test_a_fused_store_is_captured_at_once(backend: str, layout: kvhal.KVCacheFo
         assert back is not None and torch.equal(back, loaded)
         eager = call(caches[1])
         assert eager is not None and torch.equal(back, eager) and torch.equal(caches[0], caches[1])
+
+
+@pytest.mark.parametrize("backend", ["cuda_tilelang", "portable_triton"])
+@pytest.mark.parametrize("rows", [3, 2048])
+def test_other_operations_are_captured_at_once(backend: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and many segments, small and large tables of indices; nothing that an earlier test built is at hand."""
+    layout, device = kvhal.V41_FORMAT, torch.device("cuda", torch.cuda.current_device())
+    if backend == "cuda_tilelang":
+        monkeypatch.setattr(importlib.import_module("kvhal.backends.cuda_tilelang.build"), "_kernels", {})
+    new = partial(torch.zeros, dtype=torch.int32, device=device)
+    cache, table, out = alloc_kv_cache(3, BLOCK_SIZE, layout, device).zero_(), new(rows, 64), new(rows, 128)
+    segments = torch.tensor([[1, 0, BLOCK_SIZE, 0]], dtype=torch.int32, device=device).expand(rows, -1).contiguous()
+    record = torch.empty((BLOCK_SIZE, 512), dtype=torch.bfloat16, device=device)
+    calls = [
+        lambda: kvhal.load_paged_kv_cache(cache, segments, BLOCK_SIZE, record, layout=layout),
+        lambda: kvhal.convert_kv_index(table[None], table[:1], new(1, rows), BLOCK_SIZE),
+        lambda: kvhal.kv_index_cat(table, table, 1, 2, out),
+        lambda: kvhal.expand_swa_index(new(rows, 4), 64, table),
+        lambda: kvhal.get_kv_swa_index_decode(new(rows, 2), 64, BLOCK_SIZE, table),
+        lambda: kvhal.expand_load_plan(new(2, 5), table, BLOCK_SIZE, rows, new(rows, 4)),
+    ]
+    with kvhal.use_backend(backend):
+        kvhal.configure()
+        kvhal.warmup(layouts=[layout], block_size=BLOCK_SIZE, device=device)
+        for call in calls:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                call()

@@ -58,14 +58,16 @@ class Built:
 def jobs(arch: str) -> list[Job]:
     """Every operation and built-in format, the fused store with each rotary style, and misaligned rows."""
     from kvhal.formats import BUILTIN_FORMATS
+    from kvhal.interface import Op
 
-    store, slots, fused = "store_kv_cache", "load_kv_slots", "fused_norm_rope_hadamard_cast_store_kvcache"
+    store, load, slots, fused = (str(op) for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE))
     found = []
     for name in BUILTIN_FORMATS:
-        found += [Job(arch, op, name) for op in (store, "load_paged_kv_cache", slots)]
+        found += [Job(arch, op, name) for op in (store, load, slots)]
         found += [Job(arch, fused, name, f"norm-rope{few}") for few in ("", "-few")]
         if BUILTIN_FORMATS[name].quantized_dtype is not None:
-            found += [Job(arch, op, name, "few") for op in (store, slots)]
+            few = (store, slots) if BUILTIN_FORMATS[name].is_index else (store, slots, load)
+            found += [Job(arch, op, name, "few") for op in few]
         if arch == MEASURED and BUILTIN_FORMATS[name].is_index:  # the stages of indexer keys
             found += [Job(arch, fused, name, f"norm-rope-hadamard{few}") for few in ("", "-few")]
     for name in ("V41_FORMAT", "V41_FP4_FORMAT", "FP4_INDEX_KV_FORMAT"):

@@ -78,7 +78,7 @@ def format_call(
     """One call of an operation on records: n tokens, a cache of `blocks` blocks of 64 tokens."""
     cache, misaligned = alloc_kv_cache(blocks, 64, layout, "cpu"), variant == "misaligned"
     slots = torch.zeros(n, dtype=slot_dtype)
-    kv = rows(n, layout.elements, misaligned)
+    kv, segments = rows(n, layout.elements, misaligned), torch.zeros((-(-n // 64), 4), dtype=torch.int32)
     if op == Op.STORE:
         launch(kv, cache, slots)
     elif op == Op.LOAD_SLOTS:
@@ -86,9 +86,9 @@ def format_call(
     elif op == Op.LOAD and layout.is_index:
         dtype, tail = sf_output(layout)
         data = torch.zeros((n, layout.data_bytes), dtype=torch.uint8).view(DATA_DTYPES[layout.quantized_dtype])
-        launch(cache, torch.zeros((2, 4), dtype=torch.int32), n, data, torch.zeros((n, *tail), dtype=dtype))
+        launch(cache, segments, n, data, torch.zeros((n, *tail), dtype=dtype))
     elif op == Op.LOAD:
-        launch(cache, torch.zeros((2, 4), dtype=torch.int32), n, kv, None)
+        launch(cache, segments, n, kv, None)
     else:
         full = "back" in variant
         norm = None if full else NormArgs(torch.zeros(layout.elements, dtype=torch.bfloat16))

@@ -19,8 +19,8 @@ from kvhal.testing import Case, cases, run_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them in the conformance suite")
 CPU = torch.device("cpu")
-NAMES = {Op.STORE: "values", Op.LOAD_SLOTS: "int64", Op.FUSED_STORE: "all-bf16"}
-#: rows of adversarial values, slots of every kind, and all stages where the format has them
+NAMES = {Op.STORE: "values", Op.LOAD: "hostile", Op.LOAD_SLOTS: "int64", Op.FUSED_STORE: "all-bf16"}
+#: rows of adversarial values, segments and slots of every kind, and all stages where the format has them
 CASES = [
     next(case for case in cases(op, layout) if case.name.rpartition("-b")[0] == name)
     for op, name in NAMES.items()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -64,6 +62,11 @@ def longer(tensor: Tensor) -> Tensor:
     return torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 1), dtype=tensor.dtype)
 
 
+def content(tensor: Tensor) -> Tensor:
+    """Its bytes: what resize_ brings in is uninitialised, and may be a NaN."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
 #: what can be done to a tensor in place so that the call is no longer valid, the object being the same
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "resize_": lambda tensor: tensor.resize_(longer(tensor).shape),
@@ -94,10 +97,10 @@ def test_a_tensor_changed_in_place_is_validated_again(change: str, compiled: boo
                 CHANGES[change](getattr(held, argument))
             except RuntimeError:  # torch itself does not allow it
                 continue
-            before = {other: value.clone() for other, value in vars(held).items() if value.device.type == "cpu"}
+            before = {other: content(value) for other, value in vars(held).items() if value.device.type == "cpu"}
             with pytest.raises((ValueError, TypeError)):
                 call()
-            assert all(torch.equal(getattr(held, other), value) for other, value in before.items()), (name, argument)
+            assert all(torch.equal(content(getattr(held, other)), value) for other, value in before.items()), (name, argument)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -233,60 +236,6 @@ def test_arguments_forced_to_change_are_seen() -> None:
             call()
         object.__setattr__(owner, name, before)
     assert torch.equal(call(), call())
-
-
-def test_prepared_launchers_serve_aligned_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that offers `prepare` is asked once, and what it returns never sees rows at other addresses."""
-    log: list[str] = []
-
-    def launch(*arguments: Any) -> None:
-        log.append("launch")
-
-    def prepare(*arguments: Any) -> Callable[..., None]:
-        log.append("prepare")
-        return lambda *given: log.append("prepared")
-
-    launch.prepare = prepare  # type: ignore[attr-defined]
-    monkeypatch.setattr(importlib.import_module("kvhal.ops.cache_calls"), "bound", lambda *given: launch)
-    kvhal.configure()
-    cache, slots, buffer = new_cache(), torch.arange(3), torch.ones(4 * 512, dtype=torch.bfloat16)
-    aligned, shifted = (buffer[first:].as_strided((3, 512), (512, 1)) for first in (0, 1))
-    for kv in (shifted, shifted, aligned, aligned, shifted, aligned):
-        kvhal.store_kv_cache(kv, cache, slots)
-    assert log == ["launch", "launch", "launch", "prepare", "prepared", "launch", "prepared"]
-    kvhal.configure()
-
-
-@pytest.mark.parametrize("part", ["rows", "weight", "cosines"])
-def test_prepared_fused_stores_serve_aligned_operands_only(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """The same of a fused store: rows, weights and the table of cosines."""
-    log: list[str] = []
-
-    def launch(*arguments: Any) -> None:
-        log.append("launch")
-
-    launch.prepare = lambda *given: log.append("prepare") or (lambda *later: log.append("prepared"))  # type: ignore[attr-defined]
-    monkeypatch.setattr(importlib.import_module("kvhal.ops.fused_calls"), "_bound", lambda *given: launch)
-    kvhal.configure()
-    cache, slots, positions = new_cache(), torch.arange(3), torch.arange(3)
-
-    def at(shift: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.ones(2048, dtype=dtype)[shift : shift + math.prod(shape)].view(shape)
-
-    def call(shift: int) -> None:
-        shifts = {name: shift if name == part else 0 for name in ("rows", "weight", "cosines")}
-        kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
-            at(shifts["rows"], 3, 512, dtype=torch.bfloat16),
-            norm_args=kvhal.NormArgs(at(shifts["weight"], 512, dtype=torch.float32)),
-            rope_args=kvhal.RopeArgs(positions, at(shifts["cosines"], 4, 64, dtype=torch.float32), 64),
-            cast_args=kvhal.CastArgs.for_layout(kvhal.V41_FORMAT),
-            out_args=kvhal.KVCacheOutArgs(cache, slots, kvhal.V41_FORMAT),
-        )
-
-    for shift in (1, 1, 0, 0, 1, 0):
-        call(shift)
-    assert log == ["launch", "launch", "launch", "prepare", "prepared", "launch", "prepared"]
-    kvhal.configure()
 
 
 def test_remembered_calls_keep_no_tensor_alive() -> None:
