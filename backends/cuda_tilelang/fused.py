@@ -13,7 +13,6 @@ from kvhal.backends.cuda_tilelang.build import (
     SLOT_DTYPES,
     Kernel,
     aligned,
-    await_producers,
     call,
     evenly,
     kernel,
@@ -30,6 +29,7 @@ from kvhal.backends.cuda_tilelang.fused_stages import (
     turn_reader,
     value_writer,
 )
+from kvhal.backends.cuda_tilelang.store import row_waiter
 from kvhal.backends.cuda_tilelang.tuned import TUNED_ROUNDS, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
@@ -102,7 +102,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
     wave, with_norm = MULTIPROCESSORS * held, stages.weight_dtype is not None
     stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
     fetch, fetch_turns = token_reader(stages, octets), turn_reader(stages)
-    finish = value_writer(geometry, stages, octets)
+    await_rows, finish = row_waiter(octets), value_writer(geometry, stages, octets)
 
     @T.prim_func
     def fused(
@@ -129,9 +129,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             at = T.alloc_var("int64", init=T.cast(token, "int64") * kv_stride + lane * OCTET)  # of the lane's first octet
             step = T.alloc_var("int32", init=tokens * blocks)
             ahead = T.alloc_var("int64", init=T.cast(step, "int64") * kv_stride)
-            if blocks == wave:  # lies evenly; see build.evenly
-                T.pdl_trigger()
-            T.pdl_sync()
+            await_rows(blocks == wave, kv, token, n, lane)  # a wave lies evenly; see build.evenly
             for w in T.unroll(rounds * words):
                 raw[w] = T.uint32(0)
             fetch(kv, at, slots, positions, n, token, lane, raw, slot, place)
@@ -172,7 +170,7 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
     with_norm = stages.weight_dtype is not None
     weight_words, weight_type = INPUT_WORDS.get(str(stages.weight_dtype), 1), TYPE_NAMES.get(str(stages.weight_dtype))
     fetch, fetch_turns = token_reader(stages, octets), turn_reader(stages)
-    finish = value_writer(geometry, stages, octets)
+    await_rows, finish = row_waiter(octets), value_writer(geometry, stages, octets)
     prelude = fused_source(geometry, stages, octets, tokens, staged=False)
 
     @T.prim_func
@@ -196,7 +194,7 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
             turns = T.alloc_local((turn_count,), "float32")  # cosines and sines
             lane = T.get_thread_binding() % lanes
             token = program * tokens + T.get_thread_binding() // lanes
-            await_producers(T.ceildiv(n, tokens), FEW_FUSED_BLOCKS)
+            await_rows(T.ceildiv(n, tokens) <= FEW_FUSED_BLOCKS, kv, token, n, lane)
             place[0] = T.int64(-1)
             for w in T.unroll(rounds * words):
                 raw[w] = T.uint32(0)

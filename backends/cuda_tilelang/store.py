@@ -11,7 +11,6 @@ from kvhal.backends.cuda_tilelang.build import (
     SLOT_DTYPES,
     Kernel,
     aligned,
-    await_slots,
     cache_argument,
     call,
     kernel,
@@ -22,6 +21,10 @@ from kvhal.backends.cuda_tilelang.tuned import ONE_ROUND, TUNED_ROUNDS, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry
+from kvhal.tuning import MULTIPROCESSORS
+
+#: as build.FEW_BLOCKS: so many of 128 threads are there at a time, so that each has its first row on its way
+FEW_STORE_BLOCKS = 16 * MULTIPROCESSORS
 
 
 def bind_store(request: Request) -> Launcher:
@@ -57,7 +60,7 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
     held = held if rounds <= TUNED_ROUNDS else 1  # larger records need the registers of several
     n, blocks = T.dynamic("n", "int64"), T.dynamic("blocks", "int64")
     kv_stride, block_stride = T.dynamic("kv_stride", "int64"), T.dynamic("block_stride", "int64")
-    put_record = record_writer(geometry)
+    await_rows, put_record = row_waiter(octets), record_writer(geometry)
 
     @T.prim_func
     def store(
@@ -74,7 +77,10 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
             thread = T.get_thread_binding()
             lane = thread % lanes
             first = T.cast(group * warps + thread // WARP, "int64") * step + thread % WARP // lanes
-            await_slots(slots, T.min(first, n - 1), T.ceildiv(n, step * warps))
+            early = T.ceildiv(n, step * warps) <= FEW_STORE_BLOCKS
+            if early:
+                call("kv::prefetch", T.address_of(slots[T.min(first, n - 1)]))
+            await_rows(early, kv, first, n, lane)
             for i in T.unroll(tokens):
                 row = T.min(first + i * side, n - 1)  # past the last token: its row again, for no slot
                 slot[i] = T.if_then_else(first + i * side < n, T.cast(slots[row], "int64"), T.int64(-1))
@@ -90,6 +96,23 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
                 put_record(cache, slot[i], blocks * block_size, lane, raw, i * rounds * OCTET_WORDS, data, sf)
 
     return store
+
+
+def row_waiter(octets: Octets) -> Any:
+    """A macro that waits for the kernels in front, see build.FEW_BLOCKS. Where the next kernel may start before that, a lane's
+    octets of its first row are brought to L2 meanwhile: a hint, which reads nothing."""
+
+    @T.macro
+    def await_rows(early, kv, row, n, lane):
+        if early:
+            T.pdl_trigger()
+            if row < n:
+                for h in T.unroll(octets.rounds):
+                    if h * octets.lanes + lane < octets.count:
+                        call("kv::prefetch", T.address_of(kv[row, (h * octets.lanes + lane) * OCTET]))
+        T.pdl_sync()
+
+    return await_rows
 
 
 def record_writer(geometry: CacheGeometry) -> Any:
