@@ -137,7 +137,7 @@ def test_doctor_names_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert json.loads(json.dumps(tuning)) == tuning
     text = said(device, capsys)
     assert f"cuda_tilelang is tuned on sm_90 by {', '.join(tuning['cuda_tilelang']['files'])} in benchmarks/results" in text
-    assert "safe defaults for expand, window, plan" in text
+    assert "safe defaults for plan" in text
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "gfx942"])
