@@ -41,7 +41,7 @@ ONE_ROUND = (1, 4)
 #: one round of a store of e2m1 took 4.8 us at 8,192 tokens and 1.3 at 64, four rounds 5.6 and 2.1 (the file of `streamed`)
 FEW = 16384
 FEW_FUSED = 2048  #: V41_FORMAT's fused store took 1.12 us at 128 tokens and 2.90 at 2,048 so, 1.58 and 3.15 with `fused_kernel`
-FEW_TABLE = 1056  #: kv_index_cat took 0.83 us for 8,192 entries so and 1.42 with four a thread, for 8 million 79.8 and 24.9
+FEW_TABLE = 1056  #: kv_index_cat took 0.83 us for 8,192 entries so and 1.42 with four a thread, for 8 million 79.8 and 24.5
 TUNED_ROUNDS = 2  #: octets of a lane in the records that this was measured with
 
 TABLE = Table(

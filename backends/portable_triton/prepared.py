@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from kvhal.backends.portable_triton.launch import DIVISOR, Kernel
-from kvhal.interface import Launcher, NormArgs, RopeArgs
+from kvhal.interface import Launcher
 from kvhal.platform import Platform
 
 
@@ -35,28 +34,18 @@ def launcher(
         kernel(*rest)
 
     def prepare(*arguments: Any) -> Launcher:
-        apart = tuple(_apart(argument) for argument in arguments)
+        # objects of their own: one tensor may stand for two arguments now (positions and slots), and two for them later
+        apart = [argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         kernel, programs, *operands = call_of(*apart)
         given = flat(*apart)
         sources = [_sources(operand, given) for operand in operands]
-        if any(len(found) > 1 for found in sources):
+        if any(len(found) > 1 for found in sources):  # of views only, which a fused store does not pass
             return launch
         return prepared(kernel, programs, tuple(operands), tuple(found[0] if found else None for found in sources), len(given))
 
     if not platform.interpreted:
         launch.prepare = prepare
     return launch
-
-
-def _apart(argument: Any) -> Any:
-    """The same as objects of its own: one tensor may stand for two arguments now, and two for them later."""
-    if isinstance(argument, torch.Tensor):
-        return argument.detach()
-    if isinstance(argument, NormArgs):
-        return replace(argument, weight=argument.weight.detach())
-    if isinstance(argument, RopeArgs):
-        return replace(argument, positions=argument.positions.detach(), cos_sin_cache=argument.cos_sin_cache.detach())
-    return argument
 
 
 def _sources(operand: Any, given: tuple[Any, ...]) -> list[int]:

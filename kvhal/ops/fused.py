@@ -49,7 +49,7 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
     except NO_ADDRESS:
         call = None
     if call is not None:
-        back = call.scalars[0](kv, norm_args, rope_args, hadamard_args, cast_args, out_args)  # see fused_repeat.repeatable
+        back = call.repeat(call, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
         if back is not UNLIKE:
             return back  # type: ignore[no-any-return]
     return fused(scope, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)

@@ -29,7 +29,7 @@ from kvhal.ops.checks import (
     record_rows,
     reject,
 )
-from kvhal.ops.fused_repeat import repeatable, scalars_of, tensors_of
+from kvhal.ops.fused_repeat import repeater, scalars_of, tensors_of
 from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, keep_near, remember
 
 STAGES = ("norm", "rope", "hadamard")
@@ -78,12 +78,18 @@ def fused(
         launch(rows, *stages, cache, slots, back)
         new = None if back is None else allocator(back)
         key = key if rows is kv else None
-        call = remember(scope, key, lambda: repeatable(Call(launch, tensors, scalars or (), new)))
+        call = remember(scope, key, lambda: _remembered(launch, tensors, scalars, new))
     if call is not None:
         hint = 0 if cache is None else cache.data_ptr()
         aligned = (kv, None if norm is None else norm.weight, None if rope is None else rope.cos_sin_cache, back)
         keep_near(scope, FUSED_STORE, hint, call, tensors, aligned, kv, *stages, cache, slots, back)
     return back
+
+
+def _remembered(launch: Launcher, tensors: tuple[torch.Tensor, ...], scalars: Any, new: Any) -> Call:
+    call = Call(launch, tensors, scalars, new)
+    call.repeat = repeater(scalars)
+    return call
 
 
 def _bound(

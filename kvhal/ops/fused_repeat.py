@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
@@ -11,18 +12,18 @@ from kvhal.ops.repeated import UNALIGNED, Call
 UNLIKE = object()  #: what a remembered call returns of one that is not like it
 
 
-def repeatable(call: Call) -> Call:
-    """Gives a call, for its scalars, one function of a public call's arguments: where they are like the call's own, it launches
-    and returns the rows that go back, if any, and UNLIKE elsewhere.
+def repeater(scalars: tuple[Any, ...]) -> Callable[..., Any]:
+    """A function of a remembered call with these scalars (see `scalars_of`) and of a public call's arguments: where the two are
+    alike, it launches and returns the rows that go back, if any, and UNLIKE elsewhere.
 
     Numbers are mostly the same objects as before, and else compared by value and class.
     """
-    (norm_kind, rope_kind, hadamard_kind, out_kind), known_cast, eps, rotation, layout = call.scalars
+    (norm_kind, rope_kind, hadamard_kind, out_kind), known_cast, eps, rotation, layout = scalars
     with_norm, with_rope, with_out = norm_kind is not NoneType, rope_kind is not NoneType, out_kind is not NoneType
     width, neox, offset = rotation or (None, None, None)
-    usual, prepares = with_norm and with_rope and with_out, hasattr(call.launch, "prepare")
+    usual = with_norm and with_rope and with_out
 
-    def repeat(kv: Any, norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> Any:
+    def repeat(call: Call, kv: Any, norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> Any:
         if type(norm) is not norm_kind or type(rope) is not rope_kind or type(out) is not out_kind:
             return UNLIKE
         if type(hadamard) is not hadamard_kind or (casting is not known_cast and not _same_cast(casting, known_cast)):
@@ -50,14 +51,13 @@ def repeatable(call: Call) -> Call:
         if (kv.data_ptr() | (weight.data_ptr() if with_norm else 0) | (turns.data_ptr() if with_rope else 0)) & UNALIGNED:
             return UNLIKE
         back = call.new() if call.fresh else None
-        if prepares:
-            call.prepared(kv, weight, positions, turns, cache, slots, back)
-        else:
+        if call.prepared is call.launch:
             call.launch(kv, norm, rope, hadamard, cache, slots, back)
+        else:
+            call.prepared(kv, weight, positions, turns, cache, slots, back)
         return back
 
-    call.scalars = (repeat,)
-    return call
+    return repeat
 
 
 def tensors_of(kv: Any, norm: Any, rope: Any, out: Any) -> tuple[Any, ...]:
@@ -77,24 +77,26 @@ def _alike(have: Any, known: Any) -> bool:
 
 def _same_cast(casting: Any, known: CastArgs) -> bool:
     try:
-        return type(casting) is CastArgs and casting == known and _has_flags(casting)
+        return type(casting) is CastArgs and casting == known and _is_plain(casting)
     except (RuntimeError, TypeError, ValueError):  # a field that cannot be compared; validation says what it is
         return False
 
 
-def _has_flags(casting: CastArgs) -> bool:
-    return type(casting.round_sf) is bool and type(casting.cast_back) is bool
+def _is_plain(casting: CastArgs) -> bool:
+    """Its flags are bools and its count an int, and not what only compares like one."""
+    return type(casting.round_sf) is bool and type(casting.cast_back) is bool and type(casting.num_per_channels) is int
 
 
 def scalars_of(norm: Any, rope: Any, hadamard: Any, casting: Any, out: Any) -> tuple[Any, ...] | None:
-    """All of a call but its tensors; None when an argument is not of its own class, or a number is not a plain one."""
+    """All of a call but its tensors; None when an argument is not of its own class, or a number is not of the class that
+    launchers take."""
     kinds = (type(norm), type(rope), type(hadamard), type(out))
     allowed = (NormArgs, RopeArgs, HadamardArgs, KVCacheOutArgs)
     if any(kind not in (NoneType, own) for kind, own in zip(kinds, allowed, strict=True)) or type(casting) is not CastArgs:
         return None
     eps = None if norm is None else norm.eps
     rotation = None if rope is None else (rope.rope_dim, rope.is_neox_style, rope.offset)
-    if type(eps) not in (NoneType, float, int) or not _has_flags(casting):
+    if type(eps) not in (NoneType, float) or not _is_plain(casting):
         return None
     if rotation is not None and (
         type(rotation[0]) is not int or type(rotation[1]) is not bool or type(rotation[2]) not in (NoneType, int)

@@ -7,7 +7,8 @@ tensors as they are, or as views that are as easily made again.
 There are two ways to find one. `Scope.near` has, an operation, the last call at each address of a cache (index operations: at
 each value of a scalar), so that the public function only compares: `Call.same` says in one step whether the tensors are alike,
 and scalars are compared one by one, with their types, since True == 1 == 1.0. Where that does not fit, `Scope.calls` has
-every call by a key of all that matters. Nothing is told by identity: a tensor can be given another shape or storage in place.
+every call by a key of all that matters. Nothing is told by identity, since a tensor can be given another shape or storage in
+place; but by that of a CastArgs, which is frozen and holds none.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ class Call:
 
     Attributes:
         launch: its launcher, which takes tensors at any address.
-        prepared: the same for tensors that are `same` and whose rows lie on aligned addresses.
+        prepared: for tensors that are `same` and whose rows lie on aligned addresses, what the launcher's `prepare` returned,
+            which of a fused store takes tensors only; `launch` itself where it has none.
         same: whether tensors, as many as it was made of, have the dtypes, shapes, strides and devices of this call's.
-        scalars: what else it was called with; the operation knows their order. Of a fused store, what compares and repeats it.
+        scalars: what else it was called with; the operation knows their order.
+        repeat: of a fused store, see `kvhal.ops.fused_repeat`.
         fresh, new: the output is to be made, and what makes it.
         width: columns of the rows that its tensors are viewed as, 0 when they are passed as they are.
     """
 
-    __slots__ = ("fresh", "launch", "new", "prepared", "same", "scalars", "width")
+    __slots__ = ("fresh", "launch", "new", "prepared", "repeat", "same", "scalars", "width")
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Call:
         self.prepared = launch
         self.same = guard(tensors)
         self.scalars = scalars
+        self.repeat: Callable[..., Any] = _nothing
         self.fresh = new is not None
         self.new: Callable[[], Any] = new or _nothing
         self.width = width

@@ -15,6 +15,7 @@ from kvhal.platform import Platform
 pytest.importorskip("tilelang")
 
 from kvhal.backends.cuda_tilelang import build, fused, index, load, plan, store
+from kvhal.backends.cuda_tilelang.tuned import shape_of
 
 H100 = Platform("cuda", "sm_90")
 BLOCK_SIZE = 4
@@ -88,6 +89,34 @@ def test_a_prepared_launcher_does_what_the_launcher_does(op: Op, shift: int, log
         assert all(any(tensor is value for value in first) for tensor in tensors), "as they are, none left out"
         kernels.add(static)
     assert len(kernels) == len(arguments(op, shift)), "each of these calls has a kernel of its own"
+
+
+INDEX_NAMES = {
+    Op.CONVERT_INDEX: "convert",
+    Op.INDEX_CAT: "cat",
+    Op.EXPAND_SWA_INDEX: "expand",
+    Op.DECODE_SWA_INDEX: "window",
+}
+
+
+@pytest.mark.parametrize("op", INDEX_NAMES)
+def test_a_large_table_is_written_several_entries_a_thread(op: Op, log: list[tuple[Any, ...]]) -> None:
+    """By the size of the table that is written; the others are as large as they may be, or small."""
+    threads, entries, few = shape_of("sm_90", INDEX_NAMES[op], None)
+    launch = BINDERS[op](Request(op, None, H100, None))
+
+    def tables(rows: int, width: int) -> tuple[Any, ...]:
+        written, single = (torch.zeros(shape, dtype=torch.int32) for shape in ((rows, width), (rows, 1)))
+        return {
+            Op.CONVERT_INDEX: (written[None], torch.zeros((1, 1), dtype=torch.int32), single.view(1, rows), BLOCK_SIZE),
+            Op.INDEX_CAT: (single, written[:, 1:], 7, written),
+            Op.EXPAND_SWA_INDEX: (torch.zeros((rows, 4), dtype=torch.int32), written),
+            Op.DECODE_SWA_INDEX: (torch.zeros((rows, 2), dtype=torch.int32), BLOCK_SIZE, written),
+        }[op]
+
+    for rows, width in ((few, threads), (1, few * threads), (few // 2, threads + 1), (few + 1, 1), (1, few * threads + 1)):
+        launch(*tables(rows, width))
+    assert [entry[1] for entry in log] == [(threads, each) for each in (1, 1, 1, entries, entries)]
 
 
 def test_rows_off_their_alignment_get_another_kernel(log: list[tuple[Any, ...]]) -> None:

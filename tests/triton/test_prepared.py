@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -14,7 +16,9 @@ import torch
 
 from kvhal.formats import BUILTIN_FORMATS
 from kvhal.interface import FORMAT_OPS, NormArgs, Op, Request, RopeArgs
+from kvhal.layout import alloc_kv_cache
 from kvhal.platform import Platform
+from kvhal.tuning import MULTIPROCESSORS
 
 VARIANTS = ("", "few", "hadamard-back")  #: see `format_call`
 
@@ -28,6 +32,7 @@ def test_prepared_launches_are_those_of_the_launcher() -> None:
     finally:
         if before is not None:
             os.environ["TRITON_INTERPRET"] = before
+    assert found.pop("few loads")
     assert len(found) == len(FORMAT_OPS) * len(BUILTIN_FORMATS) * len(VARIANTS) + len(Op) - len(FORMAT_OPS)
     assert [name for name, same in found.items() if not same] == []
 
@@ -55,7 +60,13 @@ def compare_all() -> dict[str, bool]:
         launcher: Any = BACKEND.bind(Request(op, layout, Platform("cuda", "sm_90"), 64 if layout else None))
         first: list[Any] = []
         make(lambda *given: first.extend(given))
-        prepared = launcher.prepare(*[together(argument, first) for argument in first])
+        before = [together(argument, first) for argument in (moved(argument, 0) for argument in first)]
+        kept = [weakref.ref(argument) for argument in before if isinstance(argument, torch.Tensor)]
+        prepared = launcher.prepare(*before)
+        del before
+        gc.collect()
+        if any(tensor() is not None for tensor in kept):
+            return False
         for shift in (0, 1):
             later = [moved(argument, shift) for argument in first]
             seen.clear()
@@ -66,7 +77,7 @@ def compare_all() -> dict[str, bool]:
                 return False
         return True
 
-    found = {}
+    found = {"few loads": programs_of_loads(BACKEND, seen) == [few_programs(4), 132]}
     for op in Op:
         if op not in FORMAT_OPS:
             found[str(op)] = agree(op, None, lambda record, op=op: index_call(op, record))
@@ -79,6 +90,24 @@ def compare_all() -> dict[str, bool]:
                 )
     patch.undo()
     return found
+
+
+def programs_of_loads(backend: Any, seen: list[tuple[Any, ...]]) -> list[int]:
+    """Programs of loads of 256 and of 320 tokens, the most that may be few and more; blocks have 64."""
+    layout = BUILTIN_FORMATS["V41_FORMAT"]
+    launcher = backend.bind(Request(Op.LOAD, layout, Platform("cuda", "sm_90"), 64))
+    cache, found = alloc_kv_cache(3, 64, layout, "cpu"), []
+    for count in (4, 5):
+        seen.clear()
+        segments, out = torch.zeros((count, 4), dtype=torch.int32), torch.zeros((1, 512), dtype=torch.bfloat16)
+        launcher(cache, segments, 1, out, None)
+        found.append(seen[0][0])
+    return found
+
+
+def few_programs(segments: int) -> int:
+    """One a token, and as many more as let them lie evenly."""
+    return -(-segments * 64 // MULTIPROCESSORS) * MULTIPROCESSORS
 
 
 def together(argument: Any, arguments: list[Any]) -> Any:

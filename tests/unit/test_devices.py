@@ -98,9 +98,13 @@ def test_a_launch_for_another_device_makes_it_current(monkeypatch: pytest.Monkey
     def launch(value: int) -> None:
         """Never called: what it prepares is."""
 
-    launch.prepare = lambda value: lambda value: log.append((value, current[0]))  # type: ignore[attr-defined]
-    on_device(launch, torch.device("cuda", 1)).prepare(0)(3)  # type: ignore[attr-defined]
-    assert log.pop() == (3, 1) and current == [0], "a prepared launcher too"
+    def prepare(value: int) -> Any:
+        log.append((value, current[0]))
+        return lambda value: log.append((value, current[0]))
+
+    launch.prepare = prepare  # type: ignore[attr-defined]
+    on_device(launch, torch.device("cuda", 1)).prepare(3)(4)  # type: ignore[attr-defined]
+    assert log[-2:] == [(3, 1), (4, 1)] and current == [0], "what prepares a launcher, and the prepared one, too"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert on_device(log.append, torch.device("cuda", 0)) == log.append, "one device needs no guard"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvhal
-from kvhal import CastArgs, FusedStages, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
+from kvhal import CastArgs, FusedStages, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs, warm
 from kvhal.config import current
 from kvhal.errors import CaptureError
 from kvhal.interface import Backend, Launcher, Op, Request
@@ -101,6 +101,29 @@ def test_several_kinds_at_once(kernels: Kernels) -> None:
     for kind in KINDS.values():
         call(kind, torch.int64)
     assert {request.op for request in kernels.binds} == set(Op)
+
+
+def test_a_warmup_makes_calls_of_every_size(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU has kernels for few tokens and for many, each operation is called with both, by slots of both kinds."""
+    seen: dict[Op, set[tuple[int, torch.dtype]]] = {op: set() for op in Op}
+
+    def bind(request: Request) -> Launcher:
+        def launch(*given: Any) -> None:
+            place = {Op.STORE: 2, Op.FUSED_STORE: 5, Op.CONVERT_INDEX: 2}.get(request.op, 0 if request.layout is None else 1)
+            sized = given[place]
+            rows = sized.shape[1] if request.op == Op.CONVERT_INDEX else sized.shape[0]
+            seen[request.op].add((rows * (4 if request.op == Op.LOAD else 1), sized.dtype))
+
+        return launch
+
+    monkeypatch.setattr(kernels, "bind", bind)
+    monkeypatch.setattr(warm, "_counts", lambda device: (1, 70))
+    kvhal.warmup(layouts=[LAYOUT], block_size=4)
+    slots = {(count, dtype) for count in (1, 70) for dtype in (torch.int32, torch.int64)}
+    tables = {(1, torch.int32), (70, torch.int32)}
+    assert [seen[op] for op in (Op.STORE, Op.LOAD_SLOTS, Op.FUSED_STORE)] == [slots] * 3
+    assert seen[Op.LOAD] == {(4, torch.int32), (72, torch.int32)}, "segments of four tokens"
+    assert all(seen[op] == tables for op in (Op.CONVERT_INDEX, Op.INDEX_CAT, Op.EXPAND_SWA_INDEX, Op.DECODE_SWA_INDEX))
 
 
 def test_without_any_kind_no_fused_store_is_built(kernels: Kernels) -> None:
