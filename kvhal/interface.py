@@ -122,8 +122,8 @@ Launcher = Callable[..., None]
 # checked everything about shapes, dtypes, strides and devices; the launcher must only be safe on metadata VALUES.
 #
 # request.layout and request.block_size are static for a launcher; block counts, block strides, rows and tokens are dynamic.
-# It may have an attribute `prepare`, a function of the same arguments that returns a launcher for calls like that one
-# (docs/adding_a_backend.md, "Host time").
+# It may have an attribute `prepare`, a function of the same arguments that returns what launches calls like that one
+# (docs/adding_a_backend.md, "Host time"; of a fused store it takes tensors only).
 # Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Calls with nothing to write
 # never come; a cache without blocks does, and so does an index table without columns.
 #
