@@ -77,7 +77,7 @@ def prepare(job: Job, run: Callable[..., None]) -> tuple[Callable[[], None], int
         return partial(run, 1e-6, *(tensors[name] for name in names), None), made.bytes
     names = {
         store.store_kernel: ("kv", "cache", "slots"),
-        load.load_kernel: ("cache", "segments", "total_k", "out"),
+        load.load_kernel: ("cache", "segments", "total_k", "out", "out_sf"),
         load.raw_kernel: ("cache", "segments", "total_k", "out", "out_sf"),
         load.slots_kernel: ("cache", "slots", "out"),
     }[job.factory]
