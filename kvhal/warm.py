@@ -133,9 +133,10 @@ def _warm_format(op: Op, layout: KVCacheFormat, block_size: int, device: torch.d
             store_kv_cache(rows.expand(count, -1), cache, slots, layout=layout)
         elif op == Op.LOAD_SLOTS:
             load_kv_slots(cache, slots, layout=layout)
-    for count in _counts(device) if op == Op.LOAD else ():
-        segments = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
-        load_paged_kv_cache(cache, segments.expand(-(-count // block_size), -1).contiguous(), 1, layout=layout)
+    if op == Op.LOAD:
+        segment = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
+        for count in _counts(device):
+            load_paged_kv_cache(cache, segment.repeat(-(-count // block_size), 1), 1, layout=layout)
 
 
 def _warm_fused(stages: FusedStages, layout: KVCacheFormat, block_size: int, device: torch.device) -> None:

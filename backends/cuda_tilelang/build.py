@@ -14,6 +14,7 @@ from tilelang import tvm
 from kvhal.errors import CaptureError
 from kvhal.interface import Launcher
 from kvhal.layout import CacheGeometry
+from kvhal.operands import as_they_are
 from kvhal.platform import Platform, is_capturing
 from kvhal.tuning import MULTIPROCESSORS
 
@@ -78,12 +79,12 @@ def _callable(compiled: Any) -> Kernel:
     return function
 
 
-def launcher(prepare: Callable[..., Kernel]) -> Launcher:
+def launcher(prepare: Callable[..., Kernel], operands: Callable[..., tuple[Any, ...]] = as_they_are) -> Launcher:
     """A launcher that runs what `prepare` returns for its arguments, and lets its caller keep that ("Launchers" in
-    `kvhal.interface`)."""
+    `kvhal.interface`); `operands` says what it is run with."""
 
     def launch(*arguments: Any) -> None:
-        prepare(*arguments)(*arguments)
+        prepare(*arguments)(*operands(*arguments))
 
     launch.prepare = prepare
     return launch

@@ -16,6 +16,7 @@ from kvhal.backends.cuda_tilelang.build import (
     call,
     evenly,
     kernel,
+    launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets
 from kvhal.backends.cuda_tilelang.fused_stages import (
@@ -34,6 +35,7 @@ from kvhal.backends.cuda_tilelang.tuned import TUNED_ROUNDS, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import cache_geometry
+from kvhal.operands import tensors_only
 from kvhal.tuning import MULTIPROCESSORS
 
 FEW_FUSED_BLOCKS = 264  #: as build.FEW_BLOCKS, of `few_kernel`
@@ -74,15 +76,7 @@ def bind_fused_store(request: Request) -> Launcher:
             run = built[key] = kernel(*arguments, platform=request.platform, device=kv.device)
         return partial(run, 0.0 if norm is None else float(norm.eps))
 
-    def launch(
-        kv: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, hadamard: Any, *into: torch.Tensor | None
-    ) -> None:
-        weight = None if norm is None else norm.weight
-        turns = (None, None) if rope is None else (rope.positions, rope.cos_sin_cache)
-        prepare(kv, norm, rope, hadamard, *into)(kv, weight, *turns, *into)
-
-    launch.prepare = prepare
-    return launch
+    return launcher(prepare, tensors_only)
 
 
 def _rope(rope: RopeArgs, elements: int) -> Rope:

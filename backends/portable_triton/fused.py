@@ -24,6 +24,7 @@ from kvhal.backends.portable_triton.store import (
     write_records,
 )
 from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
+from kvhal.operands import tensors_only
 
 
 @triton.jit(
@@ -142,12 +143,6 @@ def _offset(rope: RopeArgs, record: Record) -> int:
     return record.elements - rope.rope_dim if rope.offset is None else rope.offset
 
 
-def flat(kv, norm, rope, hadamard, *into):
-    """What a prepared fused store is called with, of a launcher's arguments."""
-    turns = (None, None) if rope is None else (rope.positions, rope.cos_sin_cache)
-    return (kv, None if norm is None else norm.weight, *turns, *into)
-
-
 def bind_fused_store(request: Request) -> Launcher:
     """The launcher of FUSED_STORE (kvhal.interface, "Launchers")."""
     layout = request.layout
@@ -205,4 +200,4 @@ def bind_fused_store(request: Request) -> Launcher:
             block_stride,
         )
 
-    return launcher(call_of, request.platform, flat)
+    return launcher(call_of, request.platform, tensors_only)

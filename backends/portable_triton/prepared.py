@@ -10,23 +10,19 @@ import torch
 
 from kvhal.backends.portable_triton.launch import DIVISOR, Kernel
 from kvhal.interface import Launcher
+from kvhal.operands import as_they_are
 from kvhal.platform import Platform
 
 
-def as_they_are(*arguments: Any) -> tuple[Any, ...]:
-    """What a prepared launcher is called with, where that is what a launcher is called with."""
-    return arguments
-
-
 def launcher(
-    call_of: Callable[..., tuple[Any, ...]], platform: Platform, flat: Callable[..., tuple[Any, ...]] = as_they_are
+    call_of: Callable[..., tuple[Any, ...]], platform: Platform, operands: Callable[..., tuple[Any, ...]] = as_they_are
 ) -> Launcher:
     """A launcher that can be asked to `prepare` ("Host time" in docs/adding_a_backend.md), except under Triton's interpreter.
 
     Args:
         call_of: a function of the launcher's arguments: kernel, programs, and what the kernel takes.
         platform: where it will run.
-        flat: from the launcher's arguments to what a prepared one is called with.
+        operands: from the launcher's arguments to what a prepared one is called with.
     """
 
     def launch(*arguments: Any) -> None:
@@ -36,12 +32,12 @@ def launcher(
     def prepare(*arguments: Any) -> Launcher:
         # objects of their own: one tensor may stand for two arguments now (positions and slots), and two for them later
         apart = [argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
-        kernel, programs, *operands = call_of(*apart)
-        given = flat(*apart)
-        sources = [_sources(operand, given) for operand in operands]
+        kernel, programs, *taken = call_of(*apart)
+        given = operands(*apart)
+        sources = [_sources(operand, given) for operand in taken]
         if any(len(found) > 1 for found in sources):  # of views only, which a fused store does not pass
             return launch
-        return prepared(kernel, programs, tuple(operands), tuple(found[0] if found else None for found in sources), len(given))
+        return prepared(kernel, programs, tuple(taken), tuple(found[0] if found else None for found in sources), len(given))
 
     if not platform.interpreted:
         launch.prepare = prepare
