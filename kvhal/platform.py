@@ -186,29 +186,28 @@ def current_index(kind: str) -> Callable[[], int]:
     return getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def on_device(launch: Callable[..., None], device: torch.device) -> Callable[..., None]:
+def on_device(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """`launch` with `device` made current around it where more than one device exists; `launch` itself otherwise.
 
-    So are the launchers that `launch.prepare` returns, where it has one.
+    So are the launchers that `launch.prepare` returns, where it has one; what they return is passed on.
     """
     if device.type != "npu" and not (device.type == "cuda" and torch.cuda.device_count() > 1):
         return launch
     current = current_index(device.type)
     index = device.index
 
-    def guarded(*arguments: Any) -> None:
+    def guarded(*arguments: Any) -> Any:
         if current() == index:
-            launch(*arguments)
-            return
+            return launch(*arguments)
         with device_guard(device):  # type: ignore[union-attr]
-            launch(*arguments)
+            return launch(*arguments)
 
     prepare = getattr(launch, "prepare", None)
     if prepare is not None:
 
-        def prepare_there(*arguments: Any) -> Callable[..., None]:
+        def prepare_there(*arguments: Any) -> Callable[..., Any]:
             with device_guard(device):  # type: ignore[union-attr]
                 return on_device(prepare(*arguments), device)
 
-        guarded.prepare = prepare_there  # type: ignore[attr-defined]
+        guarded.prepare, guarded.checks = prepare_there, getattr(launch, "checks", False)  # type: ignore[attr-defined]
     return guarded

@@ -18,7 +18,7 @@ from kvhal.operands import as_they_are
 from kvhal.platform import Platform, is_capturing
 from kvhal.tuning import MULTIPROCESSORS
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., int | None]
 
 #: Accesses are guarded by hand, on values that the host cannot vouch for; TileLang's own guards would come on top.
 #: -fmad=false: products round before sums, as the numeric specification says.
@@ -79,14 +79,25 @@ def _callable(compiled: Any) -> Kernel:
     return function
 
 
-def launcher(prepare: Callable[..., Kernel], operands: Callable[..., tuple[Any, ...]] = as_they_are) -> Launcher:
+def launcher(
+    prepare: Callable[..., Kernel], operands: Callable[..., tuple[Any, ...]] = as_they_are, *, checks: bool = False
+) -> Launcher:
     """A launcher that runs what `prepare` returns for its arguments, and lets its caller keep that ("Launchers" in
-    `kvhal.interface`); `operands` says what it is run with."""
+    `kvhal.interface`).
+
+    Args:
+        prepare: from the launcher's arguments to a kernel.
+        operands: from the launcher's arguments to what the kernel is run with.
+        checks: the kernels `launch_only_if` they are meant (host.py).
+    """
 
     def launch(*arguments: Any) -> None:
-        prepare(*arguments)(*operands(*arguments))
+        if prepare(*arguments)(*operands(*arguments)) is not None:
+            raise RuntimeError(
+                "a kernel of cuda_tilelang refused what it was built for; nothing was launched. Please report it"
+            )
 
-    launch.prepare = prepare
+    launch.prepare, launch.checks = prepare, checks
     return launch
 
 

@@ -25,18 +25,20 @@ from kvhal.backends.cuda_tilelang.fused_stages import (
     Rope,
     Stages,
     fused_source,
+    operands_fit,
     parameter_types,
     token_reader,
     turn_reader,
     value_writer,
 )
+from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, launch_only_if
 from kvhal.backends.cuda_tilelang.store import row_waiter
 from kvhal.backends.cuda_tilelang.tuned import TUNED_ROUNDS, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, NormArgs, Request, RopeArgs
 from kvhal.layout import cache_geometry
 from kvhal.operands import tensors_only
-from kvhal.tuning import MULTIPROCESSORS
+from kvhal.tuning import MULTIPROCESSORS, Shape
 
 FEW_FUSED_BLOCKS = 264  #: as build.FEW_BLOCKS, of `few_kernel`
 FEW_WARPS = 4  #: of a thread block of `few_kernel`, one for each scheduler of a multiprocessor
@@ -70,13 +72,13 @@ def bind_fused_store(request: Request) -> Launcher:
         key = (stages, kv.shape[0] <= shape[3])
         run = built.get(key)
         if run is None:
-            arguments = (
-                (few_kernel, layout, block_size, stages) if key[1] else (fused_kernel, layout, block_size, stages, shape)
-            )
+            few, many = (few_kernel, (1, shape[3])), (fused_kernel, shape, (shape[3] + 1, MAX_TOKENS))
+            factory, *special = few if key[1] else many
+            arguments = (factory, layout, block_size, stages, *special)
             run = built[key] = kernel(*arguments, platform=request.platform, device=kv.device)
         return partial(run, 0.0 if norm is None else float(norm.eps))
 
-    return launcher(prepare, tensors_only)
+    return launcher(prepare, tensors_only, checks=True)
 
 
 def _rope(rope: RopeArgs, elements: int) -> Rope:
@@ -84,19 +86,20 @@ def _rope(rope: RopeArgs, elements: int) -> Rope:
     return Rope(begin, rope.rope_dim, rope.is_neox_style, SLOT_DTYPES[rope.positions.dtype])
 
 
-def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: tuple[int, ...]) -> Any:
+def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: Shape, counts: Counts = ANY_COUNT) -> Any:
     """Each warp carries a token after another through the stages, the next one's row on its way. See Stages and tuned.py."""
     geometry, octets, (warps, passes, held) = cache_geometry(layout, block_size), Octets.of(layout), shape[:3]
     rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
     held = held if rounds <= TUNED_ROUNDS else 2  # larger records need the registers of several
     prelude = fused_source(geometry, stages, octets, tokens, staged=True)
     types = parameter_types(geometry, stages)
-    n, kv_stride, max_position = types.n, types.kv_stride, types.max_position
+    n, kv_stride, max_position = T.cast(types.n, "int32"), types.kv_stride, types.max_position
     words, turn_count = INPUT_WORDS[stages.input_dtype], stages.rope.turns(octets) if stages.rope else 1
     wave, with_norm = MULTIPROCESSORS * held, stages.weight_dtype is not None
     stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
     fetch, fetch_turns = token_reader(stages, octets), turn_reader(stages)
     await_rows, finish = row_waiter(octets), value_writer(geometry, stages, octets)
+    fit = operands_fit(geometry, stages, types, counts)
 
     @T.prim_func
     def fused(
@@ -109,6 +112,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
         slots: types.slots,
         back: types.back,
     ):
+        launch_only_if(fit(kv, weight, cos_sin, cache, back))
         blocks = T.max(T.min(T.ceildiv(n, tokens), wave), T.ceildiv(n, tokens * passes))
         with T.Kernel(blocks, threads=WARP * warps, prelude=prelude) as program:
             T.annotate_min_blocks_per_sm(held)
@@ -153,18 +157,19 @@ def few_octets(layout: KVCacheFormat, stages: Stages) -> Octets:
     return octets if octets.lanes == WARP and together else replace(octets, lanes=2 * octets.lanes, rounds=1)
 
 
-def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
+def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, counts: Counts = ANY_COUNT) -> Any:
     """As `fused_kernel` without a second token for any lane: all that one needs is asked for at once, weights to registers."""
     geometry, octets = cache_geometry(layout, block_size), few_octets(layout, stages)
     rounds, lanes, words, rope = octets.rounds, octets.lanes, INPUT_WORDS[stages.input_dtype], stages.rope
     threads = FEW_WARPS * WARP
     tokens, turn_count = threads // lanes, rope.turns(octets) if rope else 1
     types = parameter_types(geometry, stages)
-    n, kv_stride, max_position = types.n, types.kv_stride, types.max_position
+    n, kv_stride, max_position = T.cast(types.n, "int32"), types.kv_stride, types.max_position
     with_norm = stages.weight_dtype is not None
     weight_words, weight_type = INPUT_WORDS.get(str(stages.weight_dtype), 1), TYPE_NAMES.get(str(stages.weight_dtype))
     fetch, fetch_turns = token_reader(stages, octets), turn_reader(stages)
     await_rows, finish = row_waiter(octets), value_writer(geometry, stages, octets)
+    fit = operands_fit(geometry, stages, types, counts)
     prelude = fused_source(geometry, stages, octets, tokens, staged=False)
 
     @T.prim_func
@@ -178,6 +183,7 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages) -> Any:
         slots: types.slots,
         back: types.back,
     ):
+        launch_only_if(fit(kv, weight, cos_sin, cache, back))
         with T.Kernel(evenly(T.ceildiv(n, tokens), FEW_FUSED_BLOCKS), threads=threads, prelude=prelude) as program:
             raw = T.alloc_local((rounds * words,), "uint32")
             raw_weights = T.alloc_local((rounds * weight_words,), "uint32")

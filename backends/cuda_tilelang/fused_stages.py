@@ -6,9 +6,15 @@ from typing import Any
 
 import tilelang.language as T
 
-from kvhal.backends.cuda_tilelang.build import cache_argument, call
+from kvhal.backends.cuda_tilelang.build import (
+    BF16_BYTES,
+    ROW_ALIGNMENT,
+    cache_argument,
+    call,
+)
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, Octets, source
 from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROOT, ROPE, ROPE_INSIDE
+from kvhal.backends.cuda_tilelang.host import cache_fits, count_between, divides, meant, rows_fit
 from kvhal.backends.cuda_tilelang.store import record_writer
 from kvhal.layout import CacheGeometry
 
@@ -85,12 +91,15 @@ def fused_source(geometry: CacheGeometry, stages: Stages, octets: Octets, tokens
 
 @dataclass(frozen=True)
 class ParameterTypes:
-    """The parameters of every kernel of the fused store, and the symbols in them that a kernel computes with."""
+    """The parameters of every kernel of the fused store, and the symbols in them."""
 
     n: Any
     blocks: Any
+    block_stride: Any
     kv_stride: Any
+    back_stride: Any
     max_position: Any
+    position_stride: Any
     kv: Any
     weight: Any
     positions: Any
@@ -106,15 +115,18 @@ def parameter_types(geometry: CacheGeometry, stages: Stages) -> ParameterTypes:
     def tensor(present: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: str | None) -> Any:
         return T.StridedTensor(shape, strides, dtype) if present else T.Tensor((1,), "float32")
 
-    n, blocks, block_stride = T.dynamic("n"), T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
+    n, blocks, block_stride = (T.dynamic(name, "int64") for name in ("n", "blocks", "block_stride"))
     kv_stride, back_stride = T.dynamic("kv_stride", "int64"), T.dynamic("back_stride", "int64")
     max_position, position_stride = T.dynamic("max_position", "int64"), T.dynamic("position_stride", "int64")
     elements, rope, with_slots = geometry.layout.elements, stages.rope, stages.slot_dtype is not None
     return ParameterTypes(
         n,
         blocks,
+        block_stride,
         kv_stride,
+        back_stride,
         max_position,
+        position_stride,
         kv=tensor(True, (n, elements), (kv_stride, 1), stages.input_dtype),
         weight=tensor(stages.weight_dtype, (elements,), (1,), stages.weight_dtype),
         positions=tensor(rope, (n,), (1,), rope.position_dtype if rope else None),
@@ -123,6 +135,29 @@ def parameter_types(geometry: CacheGeometry, stages: Stages) -> ParameterTypes:
         slots=tensor(with_slots, (n,), (1,), stages.slot_dtype),
         back=tensor(stages.back, (n, elements), (back_stride, 1), "bfloat16"),
     )
+
+
+def operands_fit(geometry: CacheGeometry, stages: Stages, types: ParameterTypes, counts: tuple[int, int]) -> Any:
+    """A function of some parameters, for `launch_only_if`: they are what the launcher would take this kernel for.
+
+    Args:
+        geometry, stages, types: what the kernel is specialised by, and its parameters' types.
+        counts: the least and the most tokens that it is meant for.
+    """
+    elements = geometry.layout.elements
+
+    def fit(kv: Any, weight: Any, cos_sin: Any, cache: Any, back: Any) -> Any:
+        wide = rows_fit(kv, types.kv_stride, types.n, elements, 4 * INPUT_WORDS[stages.input_dtype] // OCTET)
+        if stages.weight_dtype is not None:
+            wide &= divides(weight, ROW_ALIGNMENT)
+        if stages.rope is not None:
+            wide &= rows_fit(cos_sin, types.position_stride, types.max_position, stages.rope.dim, 4)
+        if stages.back:
+            wide &= rows_fit(back, types.back_stride, types.n, elements, BF16_BYTES)
+        found = count_between(types.n, *counts) & meant(wide, stages.alignment)
+        return found if stages.slot_dtype is None else found & cache_fits(cache, types.blocks, types.block_stride, geometry)
+
+    return fit
 
 
 def value_writer(geometry: CacheGeometry, stages: Stages, octets: Octets) -> Any:

@@ -1,6 +1,5 @@
 """Loads: runs of records into rows (dequantised, or raw for index layouts), and single records by slot."""
 
-import math
 from typing import Any
 
 import tilelang.language as T
@@ -8,7 +7,6 @@ import torch
 
 from kvhal.backends.cuda_tilelang.build import (
     BF16_BYTES,
-    FEW_BLOCKS,
     ROW_ALIGNMENT,
     SLOT_DTYPES,
     Kernel,
@@ -20,13 +18,13 @@ from kvhal.backends.cuda_tilelang.build import (
     launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets, source
+from kvhal.backends.cuda_tilelang.host import cache_fits, count_between, launch_only_if, meant, rows_fit
+from kvhal.backends.cuda_tilelang.load_raw import raw_kernel
+from kvhal.backends.cuda_tilelang.segments import await_segments, covered_rows, max_segments, output_fits
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
 from kvhal.interface import Launcher, Request
-from kvhal.layout import CacheGeometry, cache_geometry, sf_output
-
-MANY_BLOCKS = 8 * FEW_BLOCKS  #: as FEW_BLOCKS, of a load by segments, whose thread blocks have more to do
-SF_TYPES = {torch.int32: "int32", torch.float32: "float32", torch.uint8: "uint8", torch.float8_e4m3fn: "float8_e4m3fn"}
+from kvhal.layout import CacheGeometry, cache_geometry
 
 
 def bind_load(request: Request) -> Launcher:
@@ -41,13 +39,18 @@ def bind_load(request: Request) -> Launcher:
     ) -> Kernel:
         wide = aligned(out)
         run = built.get(wide)
+        if segments.shape[0] > max_segments(block_size):
+            most = max_segments(block_size)
+            raise ValueError(
+                f"load_segments: has {segments.shape[0]} rows, {request.op} takes {most} at a time; pass it in parts"
+            )
         if run is None:
             alignment = ROW_ALIGNMENT if wide else out.element_size()
             arguments = (layout, block_size, alignment, shape)
             run = built[wide] = kernel(factory, *arguments, platform=request.platform, device=out.device)
         return run
 
-    return launcher(prepare)
+    return launcher(prepare, checks=not layout.is_index)
 
 
 def bind_load_slots(request: Request) -> Launcher:
@@ -64,7 +67,7 @@ def bind_load_slots(request: Request) -> Launcher:
             run = built[key] = kernel(slots_kernel, *arguments, platform=request.platform, device=out.device)
         return run
 
-    return launcher(prepare)
+    return launcher(prepare, checks=True)
 
 
 def record_reader(geometry: CacheGeometry, get_data: str = "kv::get_data") -> tuple[Any, Any]:
@@ -112,8 +115,9 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: t
     tile = tokens * side * warps
     tiles, words = -(-block_size // tile), octets.data_words
     blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
-    segment_count, rows, out_stride = T.dynamic("segment_count"), T.dynamic("rows", "int64"), T.dynamic("out_stride", "int64")
+    segment_count, rows, out_stride = (T.dynamic(name, "int64") for name in ("segment_count", "rows", "out_stride"))
     get_record, put_record = record_reader(geometry, "kv::get_data_ahead")
+    count = T.cast(segment_count, "int32")
 
     @T.prim_func
     def load(
@@ -123,12 +127,18 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: t
         out: T.StridedTensor((rows, layout.elements), (out_stride, 1), "bfloat16"),
         out_sf: T.Tensor((1,), "float32"),  # always None: main layouts give rows only
     ):
-        with T.Kernel(segment_count * tiles, threads=WARP * warps, prelude=source(geometry, alignment)) as program:
+        launch_only_if(
+            count_between(segment_count, 1, max_segments(block_size))
+            & meant(rows_fit(out, out_stride, rows, layout.elements, BF16_BYTES), alignment)
+            & output_fits(out_stride, rows, total_k, layout.elements)
+            & cache_fits(cache, blocks, block_stride, geometry)
+        )
+        with T.Kernel(count * tiles, threads=WARP * warps, prelude=source(geometry, alignment)) as program:
             data = T.alloc_local((tokens * rounds * words,), "uint32")
             sf = T.alloc_local((tokens * rounds,), "uint32")
             thread = T.get_thread_binding()
             lane = thread % lanes
-            await_segments(segments, program, tiles, segment_count)
+            await_segments(segments, program, tiles, count)
             block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
             mine = first + thread // WARP * (tokens * side) + thread % WARP // lanes
             for i in T.unroll(tokens):
@@ -150,29 +160,6 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: t
     return load
 
 
-@T.macro
-def await_segments(segments, program, tiles, segment_count):
-    """As `build.await_producers`; meanwhile the thread block of a segment's first tile has the segment brought to L2."""
-    if segment_count * tiles <= MANY_BLOCKS:
-        T.pdl_trigger()
-        if (program % tiles == 0) & (T.get_thread_binding() == 0):
-            call("kv::prefetch", T.address_of(segments[program // tiles, 0]))
-    T.pdl_sync()
-
-
-@T.macro
-def covered_rows(segments, index, skip, block_size, total_k):
-    """``(block, shift, first, last)`` of a segment: its rows [first + skip, last) exist in the block and in the output, where
-    row t goes to ``shift + t``; 64 bits where the metadata could overflow 32."""
-    block = T.alloc_var("int64", init=T.cast(segments[index, 0], "int64"))
-    shift = T.alloc_var("int64", init=T.cast(segments[index, 3], "int64") - T.cast(segments[index, 1], "int64"))
-    begin = T.max(T.cast(segments[index, 1], "int64"), T.max(-shift, T.int64(0)))
-    end = T.max(T.min(T.cast(segments[index, 2], "int64"), total_k - shift), T.int64(0))
-    first = T.alloc_var("int32", init=T.cast(T.min(begin, T.int64(block_size)), "int32") + skip)
-    last = T.alloc_var("int32", init=T.cast(T.min(end, T.int64(block_size)), "int32"))
-    return block, shift, first, last
-
-
 def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, int]) -> Any:
     """As `load_kernel`, each token's record found by its slot; a slot out of range reads as zeros."""
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
@@ -189,6 +176,12 @@ def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
         slots: T.Tensor((n,), slot_dtype),
         out: T.StridedTensor((n, layout.elements), (out_stride, 1), "bfloat16"),
     ):
+        launch_only_if(
+            (n >= 1)
+            & meant(rows_fit(out, out_stride, n, layout.elements, BF16_BYTES), alignment)
+            & output_fits(out_stride, n, n, layout.elements)
+            & cache_fits(cache, blocks, block_stride, geometry)
+        )
         with T.Kernel(T.ceildiv(n, step * warps), threads=WARP * warps, prelude=source(geometry, alignment)) as group:
             data = T.alloc_local((tokens * rounds * words,), "uint32")
             sf = T.alloc_local((tokens * rounds,), "uint32")
@@ -219,76 +212,3 @@ def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
                         put_record(out, first + i * side, octet, data[at * words], sf[at])
 
     return load_slots
-
-
-def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tuple[int, int]) -> Any:
-    """The load of an index layout: bytes as they are, data in chunks that lie side by side on the threads.
-
-    Args:
-        layout, block_size: what is static of the cache.
-        alignment: bytes that divide every output row's address.
-        shape: see tuned.py.
-    """
-    geometry, (tile, threads) = cache_geometry(layout, block_size), shape
-    chunk = math.gcd(ROW_ALIGNMENT, layout.data_bytes, geometry.token_alignment)
-    get, put = f"kv::get<{chunk}, {chunk}>", f"kv::put<{chunk}, {min(chunk, alignment)}>"
-    chunks, words, sf_dtype, sf_trailing = layout.data_bytes // chunk, -(-chunk // 4), *sf_output(layout)
-    tiles, steps, copy_scales = -(-block_size // tile), -(-tile * chunks // threads), scale_copier(geometry)
-    blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
-    segment_count, rows, out_stride = T.dynamic("segment_count"), T.dynamic("rows", "int64"), T.dynamic("out_stride", "int64")
-    sf_rows, sf_stride = T.dynamic("sf_rows", "int64"), T.dynamic("sf_stride", "int64")
-    data_type = "float8_e4m3fn" if layout.quantized_dtype == "e4m3" else "int8"
-
-    @T.prim_func
-    def load_raw(
-        cache: cache_argument(geometry, blocks, block_stride),
-        segments: T.Tensor((segment_count, 4), "int32"),
-        total_k: T.int64,
-        out: T.StridedTensor((rows, layout.data_bytes), (out_stride, 1), data_type),
-        out_sf: T.StridedTensor((sf_rows, *sf_trailing), (sf_stride, 1)[: 1 + len(sf_trailing)], SF_TYPES[sf_dtype]),
-    ):
-        with T.Kernel(segment_count * tiles, threads=threads, prelude=source(geometry, alignment)) as program:
-            data = T.alloc_local((steps * words,), "uint32")
-            thread = T.get_thread_binding()
-            await_segments(segments, program, tiles, segment_count)
-            block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
-            valid = (block >= 0) & (block < blocks)
-            for i in T.unroll(steps):
-                piece = i * threads + thread
-                for w in T.unroll(words):
-                    data[i * words + w] = T.uint32(0)
-                if (first + piece // chunks < last) & (piece < tile * chunks) & valid:
-                    byte = T.cast(first + piece // chunks, "int64") * geometry.data_token_stride + piece % chunks * chunk
-                    call(get, T.address_of(data[i * words]), T.address_of(cache[block, 0, 0, byte]))
-            if (thread < tile) & (first + thread < last):
-                copy_scales(cache, block, valid, first + thread, out_sf, shift)
-            for i in T.unroll(steps):
-                piece = i * threads + thread
-                row = first + piece // chunks
-                if (row < last) & (piece < tile * chunks):
-                    call(put, T.address_of(out[shift + row, piece % chunks * chunk]), T.address_of(data[i * words]))
-
-    return load_raw
-
-
-def scale_copier(geometry: CacheGeometry) -> Any:
-    """A macro that copies the scales of one row, zeros where its block does not exist."""
-    width, (dtype, trailing) = geometry.layout.sf_bytes, sf_output(geometry.layout)
-    squeezed = not trailing
-    get = f"kv::get<{width}, {math.gcd(ROW_ALIGNMENT, width, geometry.sf_offset, geometry.sf_token_stride)}>"
-    put = f"kv::put<{width}, {math.gcd(ROW_ALIGNMENT, width, dtype.itemsize)}>"
-
-    @T.macro
-    def copy_scales(cache, block, valid, row, out_sf, shift):
-        sf = T.alloc_local((-(-width // 4),), "uint32")
-        for w in T.unroll(-(-width // 4)):
-            sf[w] = T.uint32(0)
-        if valid:
-            byte = geometry.sf_offset + T.cast(row, "int64") * geometry.sf_token_stride
-            call(get, T.address_of(sf[0]), T.address_of(cache[block, 0, 0, byte]))
-        if squeezed:
-            call(put, T.address_of(out_sf[shift + row]), T.address_of(sf[0]))
-        else:
-            call(put, T.address_of(out_sf[shift + row, 0]), T.address_of(sf[0]))
-
-    return copy_scales

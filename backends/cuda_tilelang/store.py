@@ -17,11 +17,12 @@ from kvhal.backends.cuda_tilelang.build import (
     launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, WARP, Octets, source
+from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, cache_fits, count_between, launch_only_if, meant, rows_fit
 from kvhal.backends.cuda_tilelang.tuned import ONE_ROUND, TUNED_ROUNDS, shape_of
 from kvhal.formats import KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry
-from kvhal.tuning import MULTIPROCESSORS
+from kvhal.tuning import MULTIPROCESSORS, Shape
 
 #: as build.FEW_BLOCKS: so many of 128 threads are there at a time, so that each has its first row on its way
 FEW_STORE_BLOCKS = 16 * MULTIPROCESSORS
@@ -37,15 +38,18 @@ def bind_store(request: Request) -> Launcher:
         key = (slots.dtype, aligned(kv), kv.shape[0] <= many[2])
         run = built.get(key)
         if run is None:
-            alignment, shape = ROW_ALIGNMENT if key[1] else BF16_BYTES, (*ONE_ROUND, 0, 1) if key[2] else many
-            arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment, shape)
+            alignment = ROW_ALIGNMENT if key[1] else BF16_BYTES
+            shape, counts = ((*ONE_ROUND, 0, 1), (1, many[2])) if key[2] else (many, (many[2] + 1, ANY_COUNT[1]))
+            arguments = (request.layout, request.block_size, SLOT_DTYPES[key[0]], alignment, shape, counts)
             run = built[key] = kernel(store_kernel, *arguments, platform=request.platform, device=kv.device)
         return run
 
-    return launcher(prepare)
+    return launcher(prepare, checks=True)
 
 
-def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: tuple[int, ...]) -> Any:
+def store_kernel(
+    layout: KVCacheFormat, block_size: int, slot_dtype: str, alignment: int, shape: Shape, counts: Counts = ANY_COUNT
+) -> Any:
     """Each warp quantises a few tokens in registers; all their rows are read before the first is used.
 
     Args:
@@ -53,6 +57,7 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
         slot_dtype: "int32" or "int64".
         alignment: bytes that divide every row's address, ROW_ALIGNMENT or BF16_BYTES.
         shape: see tuned.py; the tokens in it are the launcher's business.
+        counts: the least and the most tokens that the kernel is meant for.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
     tokens, warps, _, held = shape
@@ -68,6 +73,11 @@ def store_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
         cache: cache_argument(geometry, blocks, block_stride),
         slots: T.Tensor((n,), slot_dtype),
     ):
+        launch_only_if(
+            count_between(n, *counts)
+            & meant(rows_fit(kv, kv_stride, n, layout.elements, BF16_BYTES), alignment)
+            & cache_fits(cache, blocks, block_stride, geometry)
+        )
         with T.Kernel(T.ceildiv(n, step * warps), threads=WARP * warps, prelude=source(geometry, alignment)) as group:
             T.annotate_min_blocks_per_sm(held)
             raw = T.alloc_local((tokens * rounds * OCTET_WORDS,), "uint32")

@@ -12,7 +12,7 @@ from kvhal.config import current
 from kvhal.formats import KVCacheFormat, ScaleFormat
 from kvhal.layout import CacheGeometry
 from kvhal.ops.cache_calls import KVCacheTensors, flattened, load, load_slots, new_load_output, store
-from kvhal.ops.repeated import LOAD, LOAD_SLOTS, NO_ADDRESS, STORE, UNALIGNED
+from kvhal.ops.repeated import LOAD, LOAD_SLOTS, STORE, UNALIGNED, UNTAKEN
 
 _pair = partial(tuple.__new__, KVCacheTensors)  #: as the class itself, in half the time
 
@@ -43,16 +43,16 @@ def store_kv_cache(
     scope = current()
     try:
         call = scope.near[STORE].get(kv_cache.data_ptr())
-    except NO_ADDRESS:
-        call = None
-    if (
-        call is not None
-        and call.scalars[0] is layout
-        and call.same(kv, kv_cache, slot_mapping)
-        and not kv.data_ptr() & UNALIGNED
-    ):
-        call.prepared(kv, kv_cache, slot_mapping)
-        return None
+        if call is not None and call.scalars[0] is layout:
+            if call.checks:
+                plain = type(kv) is type(kv_cache) is type(slot_mapping) is torch.Tensor
+                if plain and call.prepared(kv, kv_cache, slot_mapping) is None:
+                    return None
+            elif call.same(kv, kv_cache, slot_mapping) and not kv.data_ptr() & UNALIGNED:
+                call.prepared(kv, kv_cache, slot_mapping)
+                return None
+    except UNTAKEN:
+        pass
     return store(scope, kv, kv_cache, slot_mapping, layout)
 
 
@@ -95,24 +95,23 @@ def load_paged_kv_cache(
     scope = current()
     try:
         call = scope.near[LOAD].get(kv_cache.data_ptr())
-    except NO_ADDRESS:
-        call = None
-    if (
-        call is not None
-        and call.scalars[0] is layout
-        and call.scalars[1] is sf_format
-        and call.scalars[3] is type(out)
-        and type(total_k) is int
-        and call.scalars[2] == total_k
-    ):
-        if type(out) is torch.Tensor:
-            if call.same(kv_cache, load_segments, out) and not out.data_ptr() & UNALIGNED:
-                call.prepared(kv_cache, load_segments, total_k, out, None)
-                return _pair((out, None))
-        elif call.same(kv_cache, load_segments, *(out or ())) and (out is None or not out[0].data_ptr() & UNALIGNED):
-            kv, sf = out or call.new()
-            call.prepared(kv_cache, load_segments, total_k, kv, sf)
-            return _pair((kv, sf))
+        if call is not None:
+            known, scale, rows, kind = call.scalars
+            if known is layout and scale is sf_format and kind is type(out) and type(total_k) is int and rows == total_k:
+                if call.checks and type(out) is torch.Tensor:
+                    plain = type(kv_cache) is type(load_segments) is torch.Tensor
+                    if plain and call.prepared(kv_cache, load_segments, total_k, out, None) is None:
+                        return _pair((out, None))
+                elif type(out) is torch.Tensor:
+                    if call.same(kv_cache, load_segments, out) and not out.data_ptr() & UNALIGNED:
+                        call.prepared(kv_cache, load_segments, total_k, out, None)
+                        return _pair((out, None))
+                elif call.same(kv_cache, load_segments, *(out or ())) and (out is None or not out[0].data_ptr() & UNALIGNED):
+                    kv, sf = out or call.new()
+                    call.prepared(kv_cache, load_segments, total_k, kv, sf)
+                    return _pair((kv, sf))
+    except UNTAKEN:
+        pass
     return load(scope, kv_cache, load_segments, total_k, out, layout, sf_format)
 
 
@@ -142,17 +141,21 @@ def load_kv_slots(
     scope = current()
     try:
         call = scope.near[LOAD_SLOTS].get(kv_cache.data_ptr())
-    except NO_ADDRESS:
-        call = None
-    if call is not None and call.scalars[0] is layout:
-        if out is None:
-            if call.fresh and call.same(kv_cache, slots):
-                out = cast(torch.Tensor, call.new())
+        if call is not None and call.scalars[0] is layout:
+            if out is None:
+                if call.fresh and call.same(kv_cache, slots):
+                    made = cast(torch.Tensor, call.new())
+                    call.prepared(kv_cache, *flattened(call, slots, made))
+                    return made
+            elif call.checks and not call.width:
+                plain = type(kv_cache) is type(slots) is type(out) is torch.Tensor
+                if plain and call.prepared(kv_cache, slots, out) is None:
+                    return out
+            elif not call.fresh and call.same(kv_cache, slots, out) and not out.data_ptr() & UNALIGNED:
                 call.prepared(kv_cache, *flattened(call, slots, out))
                 return out
-        elif not call.fresh and call.same(kv_cache, slots, out) and not out.data_ptr() & UNALIGNED:
-            call.prepared(kv_cache, *flattened(call, slots, out))
-            return out
+    except UNTAKEN:
+        pass
     return load_slots(scope, kv_cache, slots, out, layout)
 
 

@@ -8,8 +8,7 @@ from torch.compiler import is_dynamo_compiling
 from kvhal.config import current
 from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
 from kvhal.ops.fused_calls import fused
-from kvhal.ops.fused_repeat import UNLIKE
-from kvhal.ops.repeated import FUSED_STORE, NO_ADDRESS
+from kvhal.ops.repeated import FUSED_STORE, UNLIKE, UNTAKEN
 
 
 def fused_norm_rope_hadamard_cast_store_kvcache(
@@ -46,10 +45,10 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
     scope = current()
     try:
         call = scope.near[FUSED_STORE].get(0 if out_args is None else out_args.kv_cache.data_ptr())
-    except NO_ADDRESS:
-        call = None
-    if call is not None:
-        back = call.repeat(call, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
-        if back is not UNLIKE:
-            return back  # type: ignore[no-any-return]
+        if call is not None:
+            back = call.repeat(call, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
+            if back is not UNLIKE:
+                return back  # type: ignore[no-any-return]
+    except UNTAKEN:
+        pass
     return fused(scope, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
-from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
-from kvhal.ops.repeated import UNALIGNED, Call
+from torch import Tensor
 
-UNLIKE = object()  #: what a remembered call returns of one that is not like it
+from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
+from kvhal.ops.repeated import UNALIGNED, UNLIKE, Call
 
 
 def repeater(scalars: tuple[Any, ...]) -> Callable[..., Any]:
     """A function of a remembered call with these scalars (see `scalars_of`) and of a public call's arguments: where the two are
-    alike, it launches and returns the rows that go back, if any, and UNLIKE elsewhere.
+    alike, it launches and returns the rows that go back, if any, and UNLIKE elsewhere, or raises one of UNTAKEN.
 
     Numbers are mostly the same objects as before, and else compared by value and class.
     """
@@ -44,6 +44,12 @@ def repeater(scalars: tuple[Any, ...]) -> Callable[..., Any]:
             cache, slots = out.kv_cache, out.slot_mapping
             if out.layout is not layout:
                 return UNLIKE
+        if call.checks:
+            if usual:
+                plain = type(kv) is type(weight) is type(positions) is type(turns) is type(cache) is type(slots) is Tensor
+            else:
+                plain = all(type(tensor) is Tensor for tensor in tensors_of(kv, norm, rope, out))
+            return call.prepared(kv, weight, positions, turns, cache, slots, None) and UNLIKE if plain else UNLIKE
         if not (
             call.same(kv, weight, positions, turns, cache, slots) if usual else call.same(*tensors_of(kv, norm, rope, out))
         ):

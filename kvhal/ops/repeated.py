@@ -32,8 +32,11 @@ STORE, LOAD, LOAD_SLOTS, FUSED_STORE, CONVERT_INDEX, INDEX_CAT, EXPAND_SWA_INDEX
     len(Op)
 )
 
-#: what `data_ptr` raises of something that is no tensor, or of one without memory; validation says what it is
-NO_ADDRESS = (AttributeError, RuntimeError, TypeError)
+#: what `data_ptr` raises of something that is no tensor, or of one without memory, and a prepared launcher of what it does not
+#: take (`Call.checks`); validation says why
+UNTAKEN = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
+
+UNLIKE = object()  #: equals nothing that a call has; what a remembered call returns of one that is not like it
 
 #: an address has one of these bits: it is no multiple of what prepared launchers rely on (`kvhal.interface`, "Launchers")
 UNALIGNED = 15
@@ -46,6 +49,8 @@ class Call:
         launch: its launcher, which takes tensors at any address.
         prepared: for tensors that are `same` and whose rows lie on aligned addresses, what the launcher's `prepare` returned,
             which of a fused store takes tensors only; `launch` itself where it has none.
+        checks: `prepared` looks at its tensors itself ("Launchers" in `kvhal.interface`): only their classes are compared here.
+            Never where the call makes its output, which is as large as the earlier one.
         same: whether tensors, as many as it was made of, have the dtypes, shapes, strides and devices of this call's.
         scalars: what else it was called with; the operation knows their order.
         repeat: of a fused store, see `kvhal.ops.fused_repeat`.
@@ -53,7 +58,7 @@ class Call:
         width: columns of the rows that its tensors are viewed as, 0 when they are passed as they are.
     """
 
-    __slots__ = ("fresh", "launch", "new", "prepared", "repeat", "same", "scalars", "width")
+    __slots__ = ("checks", "fresh", "launch", "new", "prepared", "repeat", "same", "scalars", "width")
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class Call:
     ) -> None:
         self.launch = launch
         self.prepared = launch
+        self.checks = new is None and getattr(launch, "checks", False)
         self.same = guard(tensors)
         self.scalars = scalars
         self.repeat: Callable[..., Any] = _nothing
