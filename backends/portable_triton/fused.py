@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import BF16_LOW, decode_scale, dequantise_codes, round_bf16, to_fp32
 from kvhal.backends.portable_triton.codec_e2m1 import dequantise_words
-from kvhal.backends.portable_triton.launch import Kernel, await_producers, few_shape, launch_shape
+from kvhal.backends.portable_triton.launch import Kernel, await_previous, few_shape, launch_shape, let_next_start, prefetch_rows
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.packed import addresses, pair_bf16, rows_of
 from kvhal.backends.portable_triton.prepared import launcher
@@ -52,15 +52,19 @@ def fused_kernel(
     tokens: tl.constexpr,
     early: tl.constexpr,
 ):
-    await_producers(early)
+    let_next_start(early)
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     wanted = row < n
+    rows = kv_ptr + tl.minimum(row, n - 1) * kv_stride
+    if tokens == 1:  # else grids are hardly ever small, and one of the kernels would take 23 registers more
+        prefetch_rows(early, rows, wanted, rec.tile, rec.elements)
+    await_previous(early)
     # everything that a later stage waits for is asked for first
     if stages.rope_dim > 0:
         position = tl.load(positions_ptr + tl.minimum(row, n - 1)).to(tl.int64)
     if stages.store:
         block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
-    x = load_rows(kv_ptr, kv_stride, tl.minimum(row, n - 1), rec)
+    x = load_rows(rows, rec)
     if stages.norm:
         weight = to_fp32(load_weights(weight_ptr, tokens, rec))
     if stages.rope_dim > 0:
@@ -89,9 +93,8 @@ def fused_kernel(
 
 
 @triton.jit
-def load_rows(kv_ptr, kv_stride, row, rec: tl.constexpr):
-    """bf16 or fp32 [T, tile] of rows [T] (int64) that exist: a mask would clear registers first."""
-    source = kv_ptr + row * kv_stride
+def load_rows(source, rec: tl.constexpr):
+    """bf16 or fp32 [T, tile] of rows at `source` (pointers [T]) that exist: a mask would clear registers first."""
     if rec.pairs:
         x = rows_of(tl.load(addresses(source, rec, 8)))
     else:

@@ -34,6 +34,7 @@ FIRST_DEPENDENT = 90  #: programmatic dependent launch came with sm_90
 #: launch. Programs of later kernels, which wait, take up places, so that a grid lies evenly only where every multiprocessor
 #: gets as many; larger ones are for kernels that may get programs without work.
 FEW_PROGRAMS, FEW_EVEN_PROGRAMS = MULTIPROCESSORS, 4 * MULTIPROCESSORS
+LINE = tl.constexpr(128)  #: bytes of rows to a prefetch: a line of L2
 INTERPRETER = Lock()  #: Triton's interpreter keeps the running program in globals
 COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError, RuntimeError)
 
@@ -41,10 +42,48 @@ COMPILE_ERRORS = (CompilationError, OutOfResources, PTXASError, RuntimeError)
 @triton.jit
 def await_producers(early: tl.constexpr):
     """To be called before a kernel reads or writes anything; `early` is `Kernel`'s."""
-    if early > 0:
+    if early > 0:  # written out: with calls of the two halves loads of index records take a register more
         if tl.num_programs(0) <= early:
             gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def let_next_start(early: tl.constexpr):
+    """The first half of `await_producers`, for kernels that have something to do between the two."""
+    if early > 0 and tl.num_programs(0) <= early:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(early: tl.constexpr):
+    """The second half of `await_producers`."""
+    if early > 0:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(early: tl.constexpr, rows, exists, width: tl.constexpr, elements: tl.constexpr):
+    """Brings rows to L2 before `await_previous`, where the next kernel may start early. A hint, which reads nothing: kernels in
+    front may still be writing the rows.
+
+    Args:
+        rows, exists: pointers [T], and whether there is such a row; programs without one would all ask for the same lines.
+        width: a power of two >= elements.
+        elements: of a row.
+    """
+    if early > 0 and tl.num_programs(0) <= early:
+        item: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+        lines: tl.constexpr = (width * item + LINE - 1) // LINE
+        element = tl.minimum(tl.arange(0, lines) * (LINE // item), elements - 1)
+        prefetch(rows[:, None] + element[None, :], exists[:, None])
+
+
+@triton.jit
+def prefetch(addresses, wanted):
+    """Asks for the lines at pointers. Not pure, so that the compiler neither drops it nor moves it behind a wait."""
+    asm: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; } // dummy $0"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [addresses, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 class Kernel:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import BF16_LOW, BF16_SHIFT, quantise_e4m3
 from kvhal.backends.portable_triton.codec_e2m1 import quantise_e2m1
-from kvhal.backends.portable_triton.launch import Kernel, await_producers, few_shape, launch_shape
+from kvhal.backends.portable_triton.launch import Kernel, await_previous, few_shape, launch_shape, let_next_start, prefetch_rows
 from kvhal.backends.portable_triton.packed import addresses, items_of, quantise_pairs, rows_of
 from kvhal.backends.portable_triton.packed_e2m1 import quantise_pairs_e2m1
 from kvhal.backends.portable_triton.prepared import launcher
@@ -154,18 +154,21 @@ def store_kernel(
     tokens: tl.constexpr,
     early: tl.constexpr,
 ):
-    await_producers(early)
+    let_next_start(early)
     row = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
+    rows = kv_ptr + (tl.minimum(row, n - 1) if rec.pairs else row) * kv_stride
+    prefetch_rows(early, rows, row < n, rec.tile, rec.elements)
+    await_previous(early)
     block, token, ok = resolve_slots(slots_ptr, row, n, num_blocks, rec)
     # skipped rows are read too: waiting for the slots first would cost every row a second trip to memory
     if rec.pairs:
-        source = addresses(kv_ptr + tl.minimum(row, n - 1) * kv_stride, rec, 8)
+        source = addresses(rows, rec, 8)
         bits = rows_of(tl.load(source).to(tl.int16, bitcast=True)).to(tl.int32)
         low, high = tl.split(tl.reshape(bits, (tokens, rec.tile // 2, 2)))
         data, scale = quantise_packed((low & BF16_LOW) | (high << BF16_SHIFT), rec)
     else:
         element, exists = element_of(tl.arange(0, rec.groups * rec.group), rec)
-        source = kv_ptr + row[:, None] * kv_stride + element[None, :]
+        source = rows[:, None] + element[None, :]
         bits = tl.load(source, mask=(row < n)[:, None] & exists[None, :], other=0.0).to(tl.int16, bitcast=True)
         data, scale = quantise(bits, rec)
     base, sf_base = record_bases(cache_ptr, block_stride, block, token, rec)

@@ -23,7 +23,9 @@ TARGETS: dict[str, tuple[str, str]] = {  #: architecture -> platform kind, Trito
     "gfx942": ("rocm", "hip"),
     "gfx950": ("rocm", "hip"),
 }
+DEPENDENT = ("sm_90", "sm_100")  #: those on which a kernel may be launched before the one in front of it has ended
 MEASURED = "sm_90"  #: its kernels are held to tests/compile/resources.json
+PREFETCH = "prefetch.global.L2"
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def build(job: Job) -> Built:
     def compile_only(kernel: Kernel, programs: int, *args: object) -> None:
         compiled = machine_code(kernel, args, job.arch)
         check_waits(compiled, job.arch)
+        check_prefetches(compiled, job)
         built.append(len(compiled.kernel))
         if job.arch == MEASURED:
             taken.append(_code_of(compiled))
@@ -165,11 +168,28 @@ def check_waits(compiled: Any, arch: str) -> None:
     ptx = compiled.asm.get("ptx", "")
     waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
     accesses = [match.start() for match in re.finditer(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global", ptx)]
-    if arch in ("sm_90", "sm_100"):
+    if arch in DEPENDENT:
         if not compiled.metadata.launch_pdl or len(waits) != 1 or not accesses or waits[0] > min(accesses):
             raise ValueError(f"waits at {waits} of the PTX, accesses begin at {min(accesses, default=None)}")
     elif waits or getattr(compiled.metadata, "launch_pdl", False):
         raise ValueError(f"waits at {waits}, needs none for {arch}")
+
+
+def check_prefetches(compiled: Any, job: Job) -> None:
+    """A program of a store, or of a fused store of few tokens, brings its rows to L2 before it waits: one instruction a thread.
+
+    Raises:
+        ValueError: it does not, or another kernel does, or one for an architecture where launches are never dependent.
+    """
+    brings = job.op == "store_kv_cache" or (job.op.startswith("fused_") and job.variant.endswith("-few"))
+    need = int(job.arch in DEPENDENT and brings)
+    for stage, code in compiled.asm.items():
+        have = code.count(PREFETCH) if isinstance(code, str) else need
+        if have != need:
+            raise ValueError(f"has {have} prefetches in its {stage}, needs {need}")
+    ptx = compiled.asm.get("ptx", "")
+    if ptx.find(PREFETCH) > ptx.find("griddepcontrol.wait"):
+        raise ValueError("prefetches behind the wait")
 
 
 def specialise(kernel: object, args: tuple[object, ...], arch: str) -> tuple[object, ...]:

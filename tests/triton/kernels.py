@@ -7,6 +7,7 @@ import triton.language as tl
 
 from kvhal.backends.portable_triton.codec import encode_e4m3, power_of_two_bits, reciprocal, round_bf16, widen
 from kvhal.backends.portable_triton.codec_e2m1 import E2M1_TOP, reciprocal_of_scale, round_e2m1, scale_e2m1
+from kvhal.backends.portable_triton.launch import prefetch_rows
 from kvhal.backends.portable_triton.packed import multiplied_codes, scaled_codes
 from kvhal.backends.portable_triton.stages import inverse_root
 
@@ -92,3 +93,12 @@ def encode_e2m1_pairs(bits_ptr, amax_ptr, scale_ptr, words_ptr, count, rec: tl.c
     word_at = tl.program_id(0) * (size // 8) + tl.arange(0, size // 8)
     tl.store(words_ptr + scale_at * (count // 8) + word_at, words, mask=word_at < count // 8)
     tl.store(scale_ptr + scale_at + tl.zeros((1,), tl.int32), scale)
+
+
+@triton.jit
+def prefetch_and_no_more(
+    rows_ptr, stride, n, tokens: tl.constexpr, width: tl.constexpr, elements: tl.constexpr, early: tl.constexpr
+):
+    """What a store does before it waits."""
+    row = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    prefetch_rows(early, rows_ptr + row * stride, row < n, width, elements)

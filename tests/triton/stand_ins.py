@@ -85,6 +85,12 @@ def inverse_root(value, native: tl.constexpr, ptx: tl.constexpr):
     return reciprocal(tl.sqrt_rn(value), False)
 
 
+@triton.jit
+def prefetch(addresses, wanted):
+    """Leaves a mark at each address; a test of its own puts it in place."""
+    tl.store(addresses, 1.0, mask=wanted)
+
+
 #: (module, name) -> what stands in for it; a module sees its own imports
 REPLACED = {
     "packed": (lower_halves, upper_halves, larger_of_pairs, larger_halves, multiplied_codes, scaled_codes),
