@@ -13,7 +13,7 @@ from kvhal.backends.cuda_tilelang.build import BF16_BYTES, ROW_ALIGNMENT
 from kvhal.formats import ALIGNMENT
 from kvhal.layout import CacheGeometry, min_block_stride
 
-Counts = tuple[int, int]  #: the least and the most tokens that a kernel is meant for
+Counts = tuple[int, int]  #: the least and the most tokens, or segments, that a kernel is meant for
 ANY_COUNT = (1, 2**63 - 1)
 REFUSED = 1  #: what a host function returns where it launches nothing; else it returns None
 

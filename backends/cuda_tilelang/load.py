@@ -1,5 +1,6 @@
 """Loads: runs of records into rows (dequantised, or raw for index layouts), and single records by slot."""
 
+from functools import partial
 from typing import Any
 
 import tilelang.language as T
@@ -18,36 +19,44 @@ from kvhal.backends.cuda_tilelang.build import (
     launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets, source
-from kvhal.backends.cuda_tilelang.host import cache_fits, count_between, launch_only_if, meant, rows_fit
+from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, cache_fits, count_between, launch_only_if, meant, rows_fit
+from kvhal.backends.cuda_tilelang.load_bulk import load_bulk_kernel, takes
 from kvhal.backends.cuda_tilelang.load_raw import raw_kernel
 from kvhal.backends.cuda_tilelang.segments import await_segments, covered_rows, max_segments, output_fits
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
 from kvhal.interface import Launcher, Request
 from kvhal.layout import CacheGeometry, cache_geometry
+from kvhal.tuning import Shape
 
 
 def bind_load(request: Request) -> Launcher:
     """``launch(cache, segments, total_k, out, out_sf)``, see `kvhal.interface`."""
     layout, block_size = request.layout, request.block_size
-    built: dict[bool, Kernel] = {}
-    factory, name = (raw_kernel, "raw") if layout.is_index else (load_kernel, "load")
-    shape = shape_of(request.platform.arch, name, layout.quantized_dtype)
+    built: dict[tuple[bool, bool], Kernel] = {}
+    shape = partial(shape_of, request.platform.arch, dtype=layout.quantized_dtype)
+    most = few = max_segments(block_size)
+    if takes(layout):
+        few = min(shape(kernel="load_bulk")[2] // block_size, most)
 
     def prepare(
         cache: torch.Tensor, segments: torch.Tensor, total_k: int, out: torch.Tensor, out_sf: torch.Tensor | None
     ) -> Kernel:
-        wide = aligned(out)
-        run = built.get(wide)
-        if segments.shape[0] > max_segments(block_size):
-            most = max_segments(block_size)
-            raise ValueError(
-                f"load_segments: has {segments.shape[0]} rows, {request.op} takes {most} at a time; pass it in parts"
-            )
+        count = segments.shape[0]
+        if count > most:
+            raise ValueError(f"load_segments: has {count} rows, {request.op} takes {most} at a time; pass it in parts")
+        key = (aligned(out), count <= few)
+        run = built.get(key)
         if run is None:
-            alignment = ROW_ALIGNMENT if wide else out.element_size()
-            arguments = (layout, block_size, alignment, shape)
-            run = built[wide] = kernel(factory, *arguments, platform=request.platform, device=out.device)
+            alignment = ROW_ALIGNMENT if key[0] else out.element_size()
+            if layout.is_index:
+                special = (raw_kernel, shape(kernel="raw"))
+            elif key[1]:
+                special = (load_kernel, shape(kernel="load"), (1, few))
+            else:
+                special = (load_bulk_kernel, shape(kernel="load_bulk"), (few + 1, most))
+            arguments = (special[0], layout, block_size, alignment, *special[1:])
+            run = built[key] = kernel(*arguments, platform=request.platform, device=out.device)
         return run
 
     return launcher(prepare, checks=not layout.is_index)
@@ -101,13 +110,14 @@ def record_reader(geometry: CacheGeometry, get_data: str = "kv::get_data") -> tu
     return get_record, put_decoded
 
 
-def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tuple[int, int]) -> Any:
+def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: Shape, counts: Counts = ANY_COUNT) -> Any:
     """A thread block copies a tile of a segment's rows; the octets of its rows lie side by side on the lanes.
 
     Args:
         layout, block_size: what is static of the cache.
         alignment: bytes that divide every output row's address, ROW_ALIGNMENT or BF16_BYTES.
         shape: see tuned.py.
+        counts: the least and the most segments that the kernel is meant for.
     """
     geometry, octets = cache_geometry(layout, block_size), Octets.of(layout)
     tokens, warps = shape
@@ -128,7 +138,7 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: t
         out_sf: T.Tensor((1,), "float32"),  # always None: main layouts give rows only
     ):
         launch_only_if(
-            count_between(segment_count, 1, max_segments(block_size))
+            count_between(segment_count, *counts)
             & meant(rows_fit(out, out_stride, rows, layout.elements, BF16_BYTES), alignment)
             & output_fits(out_stride, rows, total_k, layout.elements)
             & cache_fits(cache, blocks, block_stride, geometry)

@@ -98,10 +98,11 @@ def load_paged_kv_cache(
         if call is not None:
             known, scale, rows, kind = call.scalars
             if known is layout and scale is sf_format and kind is type(out) and type(total_k) is int and rows == total_k:
-                if call.checks and type(out) is torch.Tensor:
+                if call.checks and kind is not KVCacheTensors:
+                    kv = call.new()[0] if out is None else out
                     plain = type(kv_cache) is type(load_segments) is torch.Tensor
-                    if plain and call.prepared(kv_cache, load_segments, total_k, out, None) is None:
-                        return _pair((out, None))
+                    if plain and call.prepared(kv_cache, load_segments, total_k, kv, None) is None:
+                        return _pair((kv, None))
                 elif type(out) is torch.Tensor:
                     if call.same(kv_cache, load_segments, out) and not out.data_ptr() & UNALIGNED:
                         call.prepared(kv_cache, load_segments, total_k, out, None)

@@ -49,7 +49,8 @@ def repeater(scalars: tuple[Any, ...]) -> Callable[..., Any]:
                 plain = type(kv) is type(weight) is type(positions) is type(turns) is type(cache) is type(slots) is Tensor
             else:
                 plain = all(type(tensor) is Tensor for tensor in tensors_of(kv, norm, rope, out))
-            return call.prepared(kv, weight, positions, turns, cache, slots, None) and UNLIKE if plain else UNLIKE
+            took = plain and call.prepared(kv, weight, positions, turns, cache, slots, None) is None
+            return None if took else UNLIKE
         if not (
             call.same(kv, weight, positions, turns, cache, slots) if usual else call.same(*tensors_of(kv, norm, rope, out))
         ):

@@ -50,12 +50,14 @@ class Call:
         prepared: for tensors that are `same` and whose rows lie on aligned addresses, what the launcher's `prepare` returned,
             which of a fused store takes tensors only; `launch` itself where it has none.
         checks: `prepared` looks at its tensors itself ("Launchers" in `kvhal.interface`): only their classes are compared here.
-            Never where the call makes its output, which is as large as the earlier one.
+            Never where the call makes its output as large as the earlier one, whatever its tensors are.
         same: whether tensors, as many as it was made of, have the dtypes, shapes, strides and devices of this call's.
         scalars: what else it was called with; the operation knows their order.
         repeat: of a fused store, see `kvhal.ops.fused_repeat`.
         fresh, new: the output is to be made, and what makes it.
         width: columns of the rows that its tensors are viewed as, 0 when they are passed as they are.
+
+    `told` says that scalars tell the size of what `new` makes.
     """
 
     __slots__ = ("checks", "fresh", "launch", "new", "prepared", "repeat", "same", "scalars", "width")
@@ -67,10 +69,11 @@ class Call:
         scalars: tuple[Any, ...] = (),
         new: Callable[[], Any] | None = None,
         width: int = 0,
+        told: bool = False,
     ) -> None:
         self.launch = launch
         self.prepared = launch
-        self.checks = new is None and getattr(launch, "checks", False)
+        self.checks = (new is None or told) and getattr(launch, "checks", False)
         self.same = guard(tensors)
         self.scalars = scalars
         self.repeat: Callable[..., Any] = _nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvhal.backends.cuda_tilelang import fused, index, load, plan, store
+from kvhal.backends.cuda_tilelang import fused, index, load, load_bulk, plan, store
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import BUILTIN_FORMATS, V41_FORMAT, V41_FP4_FORMAT, KVCacheFormat
 from kvhal.testing.formats import CONFORMANCE_FORMATS, USER_FORMATS
@@ -43,6 +43,9 @@ def _loads() -> dict[str, Job]:
     for name, layout in FORMATS.items():
         factory = load.raw_kernel if layout.is_index else load.load_kernel
         found[f"load_{name}"] = job(factory, layout, 64, 16)
+    for name in ("V41_FORMAT", "V41_FP4_FORMAT"):
+        found[f"load_bulk_{name}"] = job(load_bulk.load_bulk_kernel, FORMATS[name], 64, 16)
+    found["load_bulk_narrow"] = job(load_bulk.load_bulk_kernel, V41_FP4_FORMAT, 133, 2)
     found["load_default"] = job(load.load_kernel, V41_FP4_FORMAT, 64, 16, arch="none")
     return found | {"load_narrow": job(load.load_kernel, V41_FP4_FORMAT, 133, 2)}
 

@@ -13,13 +13,22 @@ from kvhal.tuning import Shape
 
 #: that have kernels for few tokens
 OPS = {
-    "cuda_tilelang": (Op.STORE, Op.FUSED_STORE, Op.CONVERT_INDEX, Op.INDEX_CAT, Op.EXPAND_SWA_INDEX, Op.DECODE_SWA_INDEX),
+    "cuda_tilelang": (
+        Op.STORE,
+        Op.LOAD,
+        Op.FUSED_STORE,
+        Op.CONVERT_INDEX,
+        Op.INDEX_CAT,
+        Op.EXPAND_SWA_INDEX,
+        Op.DECODE_SWA_INDEX,
+    ),
     "portable_triton": (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE),
 }
 
 #: kernel -> where its shape has the tokens, or the thread blocks of a table of indices, that are few
 PLACES = {
-    "cuda_tilelang": {"store": 2, "store_index": 2, "fused": 3} | dict.fromkeys(("convert", "cat", "expand", "window"), 2),
+    "cuda_tilelang": {"store": 2, "store_index": 2, "fused": 3, "load_bulk": 2}
+    | dict.fromkeys(("convert", "cat", "expand", "window"), 2),
     "portable_triton": {"store_few": 1, "load_few": 1, "slots_few": 1, "fused_few": 1},
 }
 
@@ -50,10 +59,10 @@ def no_call_is_small(backend: str) -> Iterator[None]:
     """
     modules: tuple[Any, ...]
     if backend == "cuda_tilelang":
-        from kvhal.backends.cuda_tilelang import fused, index, store
+        from kvhal.backends.cuda_tilelang import fused, index, load, store
         from kvhal.backends.cuda_tilelang.tuned import TABLE
 
-        modules = (fused, index, store)
+        modules = (fused, index, load, store)
     else:
         from kvhal.backends.portable_triton import launch
         from kvhal.backends.portable_triton.tuned import TABLE

@@ -17,6 +17,7 @@ import kvhal
 from kvhal import KVCacheOutArgs, NormArgs, RopeArgs
 from kvhal.ops import alike
 from tests.unit.hot_calls import CALLS, LAYOUT, counted, ints, new_cache, rows
+from tests.unit.hot_launchers import use_preparing
 
 __all__ = ["counted"]
 
@@ -80,11 +81,21 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 WIDER = {("convert", "topk"), ("convert", "blocks"), ("plan", "lens")}
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_tensor_changed_in_place_is_validated_again(change: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "COMPILED", alike.COMPILED and compiled)
+#: what compares tensors: torch's compiled guard, Python, or a launcher that checks itself
+COMPARED = pytest.mark.parametrize("compared", ["compiled", "python", "launcher"])
+
+
+def compare_by(compared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "COMPILED", alike.COMPILED and compared == "compiled")
+    if compared == "launcher":
+        use_preparing(monkeypatch, checks=True)
     kvhal.configure()
+
+
+@COMPARED
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_changed_in_place_is_validated_again(change: str, compared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_by(compared, monkeypatch)
     for name, (_, arguments) in Held().calls().items():
         for argument in arguments:
             held = Held()
@@ -103,10 +114,9 @@ def test_a_tensor_changed_in_place_is_validated_again(change: str, compiled: boo
             assert all(torch.equal(content(getattr(held, other)), value) for other, value in before.items()), (name, argument)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_strides_changed_in_place_are_seen(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "COMPILED", alike.COMPILED and compiled)
-    kvhal.configure()
+@COMPARED
+def test_strides_changed_in_place_are_seen(compared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_by(compared, monkeypatch)
     buffer = torch.arange(6)
     slots, kv, cache = buffer[:3], rows(), new_cache()
     for _ in range(2):

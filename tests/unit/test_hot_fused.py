@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import kvhal
 from kvhal import CastArgs, HadamardArgs, KVCacheFormat, KVCacheOutArgs, NormArgs, RopeArgs
 from kvhal.ops.repeated import Call
+from tests.unit.hot_launchers import use_preparing
 
 PLAIN = kvhal.MXFP8_INDEX_KV_FORMAT
 #: the same numbers with scales behind each record's data, so that a cache of eight tokens a block fits both
@@ -68,34 +69,8 @@ def outcome(cache: torch.Tensor, variant: dict[str, Any]) -> tuple[list[int], li
     return cache.flatten().tolist(), [] if rows is None else rows.float().flatten().tolist()
 
 
-def prepared_reference(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reference's fused store as if it had been prepared: it keeps numbers, takes tensors, and logs its calls."""
-    fused_calls, log = importlib.import_module("kvhal.ops.fused_calls"), []
-    bound: Callable[..., Any] = fused_calls._bound
-
-    def bind(*arguments: Any) -> Any:
-        reference = bound(*arguments)
-
-        def prepare(kv: Any, norm: Any, rope: Any, hadamard: Any, *_: Any) -> Any:
-            def prepared(kv: Any, weight: Any, positions: Any, turns: Any, *into: Any) -> None:
-                log.append("prepared")
-                turned = rope and RopeArgs(positions, turns, rope.rope_dim, rope.is_neox_style, rope.offset)
-                reference(kv, norm and NormArgs(weight, norm.eps), turned, hadamard, *into)
-
-            return prepared
-
-        def launch(*given: Any) -> None:
-            reference(*given)
-
-        launch.prepare = prepare  # type: ignore[attr-defined]
-        return launch
-
-    monkeypatch.setattr(fused_calls, "_bound", bind)
-    return log
-
-
-@pytest.mark.parametrize("prepares", [False, True])
-def test_calls_that_differ_in_one_thing_are_told_apart(prepares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prepares", ["nothing", "alike", "checks"])
+def test_calls_that_differ_in_one_thing_are_told_apart(prepares: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = torch.zeros((2, 8 * 132), dtype=torch.uint8).view(2, 8, 1, 132)
     assert cache.data_ptr() % 32 == 0
     fresh = {}
@@ -103,12 +78,12 @@ def test_calls_that_differ_in_one_thing_are_told_apart(prepares: bool, monkeypat
         kvhal.configure(backend="reference_torch")
         fresh[name] = outcome(cache, variant)
     assert len({str(seen) for seen in fresh.values()}) == len(VARIANTS), "each of them is seen"
-    log = prepared_reference(monkeypatch) if prepares else []
+    log = [] if prepares == "nothing" else use_preparing(monkeypatch, checks=prepares == "checks")
     kvhal.configure(backend="reference_torch")
     for first, second in permutations(VARIANTS, 2):
         for name in (first, first, second, first):
             assert outcome(cache, VARIANTS[name]) == fresh[name], f"{first}, then {second}"
-    assert (len(log) > len(VARIANTS) ** 2) == prepares
+    assert (log.count("prepared") > len(VARIANTS) ** 2) == (prepares != "nothing")
 
 
 @pytest.mark.parametrize("name", ["norm_args", "rope_args", "hadamard_args", "cast_args", "out_args"])

@@ -85,7 +85,9 @@ def test_defaults_are_small() -> None:
     assert tilelang is not None and triton is not None
     for (kernel, _), shape in tilelang.defaults.items():
         plain = kernel in ("convert", "cat", "expand", "window", "plan")
-        threads = shape[0] if plain else shape[-1] if kernel == "raw" else 32 * shape[0 if kernel == "fused" else 1]
+        threads = (
+            shape[0] if plain else shape[1] if kernel in ("raw", "load_bulk") else 32 * shape[0 if kernel == "fused" else 1]
+        )
         assert threads <= 256
     for (kernel, _), shape in triton.defaults.items():
         if kernel.endswith("_few"):
