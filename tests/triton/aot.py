@@ -176,12 +176,15 @@ def check_waits(compiled: Any, arch: str) -> None:
 
 
 def check_prefetches(compiled: Any, job: Job) -> None:
-    """A program of a store, or of a fused store of few tokens, brings its rows to L2 before it waits: one instruction a thread.
+    """A program of a store that quantises, or of a fused store of few tokens, brings its rows to L2 before it waits: one
+    instruction a thread.
 
     Raises:
         ValueError: it does not, or another kernel does, or one for an architecture where launches are never dependent.
     """
-    brings = job.op == "store_kv_cache" or (job.op.startswith("fused_") and job.variant.endswith("-few"))
+    brings = (job.op == "store_kv_cache" and job.format != "BF16_FORMAT") or (
+        job.op.startswith("fused_") and job.variant.endswith("-few")
+    )
     need = int(job.arch in DEPENDENT and brings)
     for stage, code in compiled.asm.items():
         have = code.count(PREFETCH) if isinstance(code, str) else need
