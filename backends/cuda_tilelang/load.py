@@ -189,7 +189,7 @@ def slots_kernel(layout: KVCacheFormat, block_size: int, slot_dtype: str, alignm
         launch_only_if(
             (n >= 1)
             & meant(rows_fit(out, out_stride, n, layout.elements, BF16_BYTES), alignment)
-            & output_fits(out_stride, n, n, layout.elements)
+            & ((n == 1) | (out_stride >= layout.elements))
             & cache_fits(cache, blocks, block_stride, geometry)
         )
         with T.Kernel(T.ceildiv(n, step * warps), threads=WARP * warps, prelude=source(geometry, alignment)) as group:

@@ -17,7 +17,7 @@ def max_segments(block_size: int) -> int:
 
 def output_fits(stride: Any, rows: Any, total_k: Any, width: int) -> Any:
     """Whether an output of `rows` rows, `stride` elements apart, has one for each of total_k tokens, and none overlap."""
-    return (rows >= total_k) & ((rows <= 1) | (stride >= width))
+    return (total_k >= 0) & (total_k <= INT32_MAX) & (total_k <= rows) & ((rows <= 1) | (stride >= width))
 
 
 @T.macro

@@ -97,20 +97,22 @@ def load_paged_kv_cache(
         call = scope.near[LOAD].get(kv_cache.data_ptr())
         if call is not None:
             known, scale, rows, kind = call.scalars
-            if known is layout and scale is sf_format and kind is type(out) and type(total_k) is int and rows == total_k:
-                if call.checks and kind is not KVCacheTensors:
-                    kv = call.new()[0] if out is None else out
-                    plain = type(kv_cache) is type(load_segments) is torch.Tensor
-                    if plain and call.prepared(kv_cache, load_segments, total_k, kv, None) is None:
-                        return _pair((kv, None))
-                elif type(out) is torch.Tensor:
+            alike = known is layout and scale is sf_format and kind is type(out) and type(total_k) is int
+            if alike and call.checks and kind is not KVCacheTensors and (out is not None or rows == total_k):
+                kv = call.new()[0] if out is None else out
+                plain = type(kv_cache) is type(load_segments) is torch.Tensor
+                if plain and call.prepared(kv_cache, load_segments, total_k, kv, None) is None:
+                    return _pair((kv, None))
+            elif alike and rows == total_k:
+                if type(out) is torch.Tensor:
                     if call.same(kv_cache, load_segments, out) and not out.data_ptr() & UNALIGNED:
                         call.prepared(kv_cache, load_segments, total_k, out, None)
                         return _pair((out, None))
-                elif call.same(kv_cache, load_segments, *(out or ())) and (out is None or not out[0].data_ptr() & UNALIGNED):
+                elif call.same(kv_cache, load_segments, *(out or ())):
                     kv, sf = out or call.new()
-                    call.prepared(kv_cache, load_segments, total_k, kv, sf)
-                    return _pair((kv, sf))
+                    if not kv.data_ptr() & UNALIGNED:
+                        call.prepared(kv_cache, load_segments, total_k, kv, sf)
+                        return _pair((kv, sf))
     except UNTAKEN:
         pass
     return load(scope, kv_cache, load_segments, total_k, out, layout, sf_format)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -24,121 +23,13 @@ from kvhal.platform import Platform
 pytest.importorskip("tilelang")
 
 from kvhal.backends.cuda_tilelang import fused, load, store
+from tests.compile.cuda_calls import MANY, TOKENS, Operation, Tensors, changes, load_of, moved, operations, tensors
 from tests.compile.cuda_host import OnGpu, host_function, launches
 
-Tensors = dict[str, Tensor]
-LAYOUT, BLOCK_SIZE, TOKENS = kvhal.V41_FP4_FORMAT, 4, 3
+LAYOUT, BLOCK_SIZE = kvhal.V41_FP4_FORMAT, 4
+OPERATIONS = operations(LAYOUT)
 H100 = Platform("cuda", "sm_90")
 NOTHING = ("no kernel",)
-MANY = 20000  #: tokens; more than any kernel for few takes
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operation: its tensors, the public call on them, what the kernel is called with."""
-
-    op: Op
-    names: tuple[str, ...]
-    bind: Callable[[Request], Any]
-    public: Callable[[Tensors], object]
-    operands: Callable[[Tensors], tuple[Any, ...]]
-
-
-def _fused(given: Tensors) -> None:
-    kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
-        given["kv"],
-        norm_args=kvhal.NormArgs(given["weight"]),
-        rope_args=kvhal.RopeArgs(given["positions"], given["turns"], 64),
-        cast_args=kvhal.CastArgs.for_layout(LAYOUT),
-        out_args=kvhal.KVCacheOutArgs(given["cache"], given["slots"], LAYOUT),
-    )
-
-
-OPERATIONS = {
-    "store": Operation(
-        Op.STORE,
-        ("kv", "cache", "slots"),
-        store.bind_store,
-        lambda given: kvhal.store_kv_cache(given["kv"], given["cache"], given["slots"], layout=LAYOUT),
-        lambda given: (given["kv"], given["cache"], given["slots"]),
-    ),
-    "load": Operation(
-        Op.LOAD,
-        ("cache", "segments", "out"),
-        load.bind_load,
-        lambda given: kvhal.load_paged_kv_cache(given["cache"], given["segments"], TOKENS, given["out"], layout=LAYOUT),
-        lambda given: (given["cache"], given["segments"], TOKENS, given["out"], None),
-    ),
-    "load_slots": Operation(
-        Op.LOAD_SLOTS,
-        ("cache", "slots", "out"),
-        load.bind_load_slots,
-        lambda given: kvhal.load_kv_slots(given["cache"], given["slots"], given["out"], layout=LAYOUT),
-        lambda given: (given["cache"], given["slots"], given["out"]),
-    ),
-    "fused": Operation(
-        Op.FUSED_STORE,
-        ("kv", "weight", "positions", "turns", "cache", "slots"),
-        fused.bind_fused_store,
-        _fused,
-        lambda given: (1e-6, *(given[name] for name in ("kv", "weight", "positions", "turns", "cache", "slots")), None),
-    ),
-}
-
-
-def tensors(names: tuple[str, ...], n: int = TOKENS) -> Tensors:
-    """Valid ones, aligned; the rows of many tokens are one row."""
-    rows = torch.zeros((1, 512), dtype=torch.bfloat16).expand(n, 512) if n == MANY else torch.zeros((n, 512)).bfloat16()
-    made = {
-        "kv": rows,
-        "cache": kvhal.alloc_kv_cache(3, BLOCK_SIZE, LAYOUT, "cpu"),
-        "slots": torch.arange(n),
-        "segments": torch.zeros((n, 4), dtype=torch.int32),
-        "out": torch.zeros((max(n, TOKENS) if "segments" in names else n, 512), dtype=torch.bfloat16),
-        "weight": torch.ones(512),
-        "positions": torch.arange(n),
-        "turns": torch.zeros((9, 64)),
-    }
-    return {name: made[name] for name in names}
-
-
-def restrided(tensor: Tensor, axis: int, change: int) -> Tensor:
-    """The same extents over other memory, `change` elements more from one to the next of an axis."""
-    strides = list(tensor.stride())
-    strides[axis] = max(strides[axis] + change, 0)
-    span = 1 + sum(stride * max(extent - 1, 0) for stride, extent in zip(strides, tensor.shape, strict=True))
-    return torch.zeros(span + 64, dtype=tensor.dtype).as_strided(tensor.shape, strides)
-
-
-def moved(tensor: Tensor, elements: int) -> Tensor:
-    span = 1 + sum(stride * max(extent - 1, 0) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
-    return torch.zeros(span + 64, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride(), elements)
-
-
-def sized(tensor: Tensor, axis: int, change: int) -> Tensor:
-    """Another extent of an axis, with contiguous strides."""
-    shape = list(tensor.shape)
-    shape[axis] = max(shape[axis] + change, 0)
-    return torch.zeros(shape, dtype=tensor.dtype)
-
-
-def changes(tensor: Tensor) -> list[Callable[[Tensor], Tensor]]:
-    """What is done to one tensor of a call."""
-    found: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor.clone()]
-    for dtype in (torch.int16, torch.int32, torch.int64, torch.uint8, torch.float16, torch.float32, torch.bfloat16):
-        found.append(lambda tensor, dtype=dtype: tensor.to(dtype))
-    found += [lambda tensor: tensor[None], lambda tensor: tensor.unsqueeze(-1), lambda tensor: tensor.reshape(-1)]
-    for axis, change in product(range(tensor.dim()), (-5, -1, 1, 3)):
-        found.append(lambda tensor, axis=axis, change=change: sized(tensor, axis, change))
-    for axis, change in product(range(tensor.dim()), (-512, -16, -8, -1, 1, 2, 4, 8, 16, 32)):
-        found.append(lambda tensor, axis=axis, change=change: restrided(tensor, axis, change))
-    for extent in (0, 1):  # of what is left of the first axis its stride may be anything
-        found.append(lambda tensor, extent=extent: tensor[:extent])
-        for change in (-512, -1, 1, 16, 32):
-            found.append(lambda tensor, extent=extent, change=change: restrided(tensor[:extent], 0, change))
-    for elements in (1, 2, 4, 8, 16, 32):
-        found.append(lambda tensor, elements=elements: moved(tensor, elements))
-    return found
 
 
 @pytest.fixture
@@ -202,15 +93,21 @@ BASES: dict[str, Callable[[Tensors], Tensors]] = {
     "narrow": lambda given: {name: moved(value, 1) if name in ("kv", "out") else value for name, value in given.items()},
     "int32": lambda given: {name: value.int() if name in ("slots", "positions") else value for name, value in given.items()},
 }
-CASES = [*product(OPERATIONS, BASES, [TOKENS]), *product(("store", "load", "fused"), ["aligned"], [MANY])]
+PLAIN = (LAYOUT, BLOCK_SIZE)
+CASES = [
+    *product(OPERATIONS, BASES, [TOKENS], [PLAIN]),
+    *product(("store", "load", "fused"), ["aligned"], [MANY], [PLAIN]),
+    *product(("load", "fused"), ["aligned"], [TOKENS], [(kvhal.V41_FORMAT, 1), (kvhal.BF16_FORMAT, 133)]),
+    *product(("store", "load_slots"), ["aligned"], [TOKENS], [(kvhal.MXFP8_INDEX_KV_FORMAT, 1), (kvhal.BF16_FORMAT, 3)]),
+]
 
 
-@pytest.mark.parametrize(("name", "base", "n"), CASES)
+@pytest.mark.parametrize(("name", "base", "n", "cache"), CASES)
 def test_the_host_function_takes_what_its_launcher_would_take_it_for(
-    name: str, base: str, n: int, chosen: list[tuple[Any, ...]]
+    name: str, base: str, n: int, cache: tuple[kvhal.KVCacheFormat, int], chosen: list[tuple[Any, ...]]
 ) -> None:
-    operation = OPERATIONS[name]
-    first = BASES[base](tensors(operation.names, n))
+    operation = operations(cache[0])[name]
+    first = BASES[base](tensors(operation.names, *cache, n))
     kernel = choice(operation, first, chosen)
     assert kernel is not None
     function, taken, tried = host_function(*kernel), 0, 0
@@ -242,7 +139,7 @@ def test_every_number_of_tokens_has_one_kernel(name: str, chosen: list[tuple[Any
     kernels: dict[tuple[Any, ...], Callable[..., Any]] = {}
     with launches() as log:
         for n in (1, 2, 2047, 2048, 2049, 16383, 16384, 16385, MANY):
-            given = tensors(operation.names, n)
+            given = tensors(operation.names, *PLAIN, n)
             kernel = choice(operation, given, chosen)
             assert kernel is not None
             kernels[kernel] = host_function(*kernel)
@@ -251,10 +148,23 @@ def test_every_number_of_tokens_has_one_kernel(name: str, chosen: list[tuple[Any
     assert len(kernels) == (1 if name == "load_slots" else 2)
 
 
+def test_another_number_of_rows_is_loaded_where_there_are_so_many(chosen: list[tuple[Any, ...]]) -> None:
+    operation = OPERATIONS["load"]
+    given = tensors(operation.names, *PLAIN)
+    kernel, served = choice(operation, given, chosen), []
+    assert kernel is not None
+    with launches() as log:
+        for total_k in (-(2**40), -1, 0, 1, 2, 3, 4, 2**31 - 1, 2**31, 2**40, 2**32 + 2):
+            choose = choice(load_of(total_k, LAYOUT), given, chosen)
+            assert took(host_function(*kernel), load_of(total_k, LAYOUT), given, log) == (choose in (kernel, NOTHING)), total_k
+            served += [total_k] if choose == kernel else []
+    assert served == [1, 2, 3]
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_tensors_of_several_devices_are_not_taken(name: str, chosen: list[tuple[Any, ...]]) -> None:
     operation = OPERATIONS[name]
-    given = tensors(operation.names)
+    given = tensors(operation.names, *PLAIN)
     kernel = choice(operation, given, chosen)
     assert kernel is not None
     values = operation.operands(given)
@@ -276,7 +186,7 @@ def test_tensors_of_several_devices_are_not_taken(name: str, chosen: list[tuple[
 def test_counts_beyond_32_bits_are_not_cut(name: str, chosen: list[tuple[Any, ...]]) -> None:
     """2**32 more tokens or segments than there are: no other count is launched instead."""
     operation = OPERATIONS[name]
-    given = tensors(operation.names)
+    given = tensors(operation.names, *PLAIN)
     kernel = choice(operation, given, chosen)
     assert kernel is not None
     with launches() as log:

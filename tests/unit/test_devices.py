@@ -100,11 +100,16 @@ def test_a_launch_for_another_device_makes_it_current(monkeypatch: pytest.Monkey
 
     def prepare(value: int) -> Any:
         log.append((value, current[0]))
-        return lambda value: log.append((value, current[0]))
+        return lambda value: log.append((value, current[0])) or value
 
-    launch.prepare = prepare  # type: ignore[attr-defined]
-    on_device(launch, torch.device("cuda", 1)).prepare(3)(4)  # type: ignore[attr-defined]
-    assert log[-2:] == [(3, 1), (4, 1)] and current == [0], "what prepares a launcher, and the prepared one, too"
+    for checks in (False, True):
+        launch.prepare, launch.checks = prepare, checks  # type: ignore[attr-defined]
+        there: Any = on_device(launch, torch.device("cuda", 1))
+        assert there.checks == checks
+        assert there.prepare(3)(4) == 4, "what a prepared launcher says is passed on"
+        assert log[-2:] == [(3, 1), (4, 1)] and current == [0], "what prepares a launcher, and the prepared one, too"
+    here: Any = on_device(launch, torch.device("cuda", 0))
+    assert here.prepare(3)(4) == 4 and log[-1] == (4, 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert on_device(log.append, torch.device("cuda", 0)) == log.append, "one device needs no guard"
 

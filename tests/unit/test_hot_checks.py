@@ -128,6 +128,23 @@ def test_only_plain_tensors_are_tried(name: str, kind: Callable[[Tensor], Any], 
     assert not {"prepared", "refused"} & set(log[count:])
 
 
+def test_another_number_of_rows_is_tried_where_the_output_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in refuses it; a kernel takes any that the output holds."""
+    log = use_preparing(monkeypatch, checks=True)
+    kvhal.configure()
+    held, out = Held(), rows()
+    for total in (3, 3, 2, True):
+        try:
+            kvhal.load_paged_kv_cache(held.cache, held.segments, total, out)
+        except TypeError:
+            assert total is True
+    assert log == ["launch", "prepare", "prepared", "refused", "launch", "prepare"]
+    log.clear()
+    for total in (3, 3, 2):
+        assert kvhal.load_paged_kv_cache(held.cache, held.segments, total).kv.shape == (total, 512)
+    assert log == ["launch", "prepare", "prepared", "launch", "prepare"], "a new one is as large as the earlier one"
+
+
 def test_what_makes_its_output_by_its_tensors_is_compared_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that go back, and those of slots, are as many as there were: for others they would be made in vain."""
     log = use_preparing(monkeypatch, checks=True)
