@@ -189,25 +189,33 @@ def current_index(kind: str) -> Callable[[], int]:
 def on_device(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """`launch` with `device` made current around it where more than one device exists; `launch` itself otherwise.
 
-    So are the launchers that `launch.prepare` returns, where it has one; what they return is passed on.
+    So are the launchers that `launch.prepare` returns, where it has one; what they return is passed on. One that looks at its
+    tensors itself (`launch.checks`) is not asked about tensors of another device, which it may not tell from its own.
     """
     if device.type != "npu" and not (device.type == "cuda" and torch.cuda.device_count() > 1):
         return launch
     current = current_index(device.type)
     index = device.index
+    checks = getattr(launch, "checks", False)
 
-    def guarded(*arguments: Any) -> Any:
-        if current() == index:
-            return launch(*arguments)
-        with device_guard(device):  # type: ignore[union-attr]
-            return launch(*arguments)
+    def there(run: Callable[..., Any], told: bool) -> Callable[..., Any]:
+        def guarded(*arguments: Any) -> Any:
+            if told and arguments[0].get_device() != index:
+                return False
+            if current() == index:
+                return run(*arguments)
+            with device_guard(device):  # type: ignore[union-attr]
+                return run(*arguments)
 
+        return guarded
+
+    guarded: Any = there(launch, told=False)
     prepare = getattr(launch, "prepare", None)
     if prepare is not None:
 
         def prepare_there(*arguments: Any) -> Callable[..., Any]:
             with device_guard(device):  # type: ignore[union-attr]
-                return on_device(prepare(*arguments), device)
+                return there(prepare(*arguments), told=checks)
 
-        guarded.prepare, guarded.checks = prepare_there, getattr(launch, "checks", False)  # type: ignore[attr-defined]
-    return guarded
+        guarded.prepare, guarded.checks = prepare_there, checks
+    return guarded  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 from kvhal.backends.cuda_tilelang.build import BF16_BYTES, cache_argument, call
-from kvhal.backends.cuda_tilelang.codec import source
+from kvhal.backends.cuda_tilelang.codec import WARP, Octets, source
 from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, cache_fits, count_between, launch_only_if, meant, rows_fit
 from kvhal.backends.cuda_tilelang.segments import await_segments, covered_rows, output_fits
 from kvhal.formats import KVCacheFormat
@@ -40,6 +40,7 @@ __device__ __forceinline__ void load_tile(const void* records, void* rows, long 
                  :: "r"(barrier) : "memory");
   }
   const int lane = threadIdx.x % LANES;
+  static_assert(TILE * LANES % THREADS == 0, "every thread has as many rows of a whole tile");
 #pragma unroll
   for (int i = 0; i < TILE * LANES / THREADS; ++i) {
     const int token = i * (THREADS / LANES) + threadIdx.x / LANES;
@@ -62,9 +63,10 @@ __device__ __forceinline__ void load_tile(const void* records, void* rows, long 
 
 
 def takes(layout: KVCacheFormat) -> bool:
-    """Its records are runs of bytes that bulk copies can take."""
-    plain = layout.is_index or layout.quantized_dtype is None
-    return not plain and layout.token_interleaved and layout.bytes_per_token % COPY_BYTES == 0
+    """Its records are runs of bytes that bulk copies can take, and each has a warp's lanes."""
+    if layout.is_index or layout.quantized_dtype is None or not layout.token_interleaved:
+        return False
+    return layout.bytes_per_token % COPY_BYTES == 0 and Octets.of(layout).lanes == WARP
 
 
 def load_bulk_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: Shape, counts: Counts = ANY_COUNT) -> Any:

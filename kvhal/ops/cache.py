@@ -6,6 +6,7 @@ from functools import partial
 from typing import cast
 
 import torch
+from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling
 
 from kvhal.config import current
@@ -43,16 +44,19 @@ def store_kv_cache(
     scope = current()
     try:
         call = scope.near[STORE].get(kv_cache.data_ptr())
-        if call is not None and call.scalars[0] is layout:
-            if call.checks:
-                plain = type(kv) is type(kv_cache) is type(slot_mapping) is torch.Tensor
+    except UNTAKEN:
+        call = None
+    if call is not None and call.scalars[0] is layout:
+        if call.checks:
+            plain = not compiler._is_compiling_flag and type(kv) is type(kv_cache) is type(slot_mapping) is Tensor
+            try:
                 if plain and call.prepared(kv, kv_cache, slot_mapping) is None:
                     return None
-            elif call.same(kv, kv_cache, slot_mapping) and not kv.data_ptr() & UNALIGNED:
-                call.prepared(kv, kv_cache, slot_mapping)
-                return None
-    except UNTAKEN:
-        pass
+            except UNTAKEN:
+                pass
+        elif call.same(kv, kv_cache, slot_mapping) and not kv.data_ptr() & UNALIGNED:
+            call.prepared(kv, kv_cache, slot_mapping)
+            return None
     return store(scope, kv, kv_cache, slot_mapping, layout)
 
 
@@ -95,26 +99,26 @@ def load_paged_kv_cache(
     scope = current()
     try:
         call = scope.near[LOAD].get(kv_cache.data_ptr())
-        if call is not None:
-            known, scale, rows, kind = call.scalars
-            alike = known is layout and scale is sf_format and kind is type(out) and type(total_k) is int
-            if alike and call.checks and kind is not KVCacheTensors and (out is not None or rows == total_k):
-                kv = call.new()[0] if out is None else out
-                plain = type(kv_cache) is type(load_segments) is torch.Tensor
+    except UNTAKEN:
+        call = None
+    if call is not None:
+        known, scale, rows, kind = call.scalars
+        alike = known is layout and scale is sf_format and kind is type(out) and type(total_k) is int
+        if alike and call.checks and kind is not KVCacheTensors and (out is not None or rows == total_k):
+            kv = call.new()[0] if out is None else out
+            plain = not compiler._is_compiling_flag and type(kv_cache) is type(load_segments) is Tensor
+            try:
                 if plain and call.prepared(kv_cache, load_segments, total_k, kv, None) is None:
                     return _pair((kv, None))
-            elif alike and rows == total_k:
-                if type(out) is torch.Tensor:
-                    if call.same(kv_cache, load_segments, out) and not out.data_ptr() & UNALIGNED:
-                        call.prepared(kv_cache, load_segments, total_k, out, None)
-                        return _pair((out, None))
-                elif call.same(kv_cache, load_segments, *(out or ())):
-                    kv, sf = out or call.new()
-                    if not kv.data_ptr() & UNALIGNED:
-                        call.prepared(kv_cache, load_segments, total_k, kv, sf)
-                        return _pair((kv, sf))
-    except UNTAKEN:
-        pass
+            except UNTAKEN:
+                pass
+        elif alike and rows == total_k:
+            given = (out,) if type(out) is Tensor else out or ()
+            if call.same(kv_cache, load_segments, *given):
+                kv, sf = (out, None) if type(out) is Tensor else out or call.new()
+                if not kv.data_ptr() & UNALIGNED:
+                    call.prepared(kv_cache, load_segments, total_k, kv, sf)
+                    return _pair((kv, sf))
     return load(scope, kv_cache, load_segments, total_k, out, layout, sf_format)
 
 
@@ -144,21 +148,24 @@ def load_kv_slots(
     scope = current()
     try:
         call = scope.near[LOAD_SLOTS].get(kv_cache.data_ptr())
-        if call is not None and call.scalars[0] is layout:
-            if out is None:
-                if call.fresh and call.same(kv_cache, slots):
-                    made = cast(torch.Tensor, call.new())
-                    call.prepared(kv_cache, *flattened(call, slots, made))
-                    return made
-            elif call.checks and not call.width:
-                plain = type(kv_cache) is type(slots) is type(out) is torch.Tensor
+    except UNTAKEN:
+        call = None
+    if call is not None and call.scalars[0] is layout:
+        if out is None:
+            if call.fresh and call.same(kv_cache, slots):
+                made = cast(Tensor, call.new())
+                call.prepared(kv_cache, *flattened(call, slots, made))
+                return made
+        elif call.checks and not call.width:
+            plain = not compiler._is_compiling_flag and type(kv_cache) is type(slots) is type(out) is Tensor
+            try:
                 if plain and call.prepared(kv_cache, slots, out) is None:
                     return out
-            elif not call.fresh and call.same(kv_cache, slots, out) and not out.data_ptr() & UNALIGNED:
-                call.prepared(kv_cache, *flattened(call, slots, out))
-                return out
-    except UNTAKEN:
-        pass
+            except UNTAKEN:
+                pass
+        elif not call.fresh and call.same(kv_cache, slots, out) and not out.data_ptr() & UNALIGNED:
+            call.prepared(kv_cache, *flattened(call, slots, out))
+            return out
     return load_slots(scope, kv_cache, slots, out, layout)
 
 

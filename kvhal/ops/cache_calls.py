@@ -114,7 +114,7 @@ def load(
         launch(kv_cache, load_segments, total_k, kv, sf)
         new = _pair_allocator(result) if out is None else None
         as_given = out is None or kv is given[0]
-        call = remember(scope, key if as_given else None, lambda: Call(launch, tensors, scalars, new, told=True))
+        call = remember(scope, key if as_given else None, lambda: Call(launch, tensors, scalars, new, told=sf is None))
     keep_near(scope, LOAD, kv_cache.data_ptr(), call, tensors, (kv, sf), kv_cache, load_segments, total_k, kv, sf)
     return result
 

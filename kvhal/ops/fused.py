@@ -45,10 +45,10 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
     scope = current()
     try:
         call = scope.near[FUSED_STORE].get(0 if out_args is None else out_args.kv_cache.data_ptr())
-        if call is not None:
-            back = call.repeat(call, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
-            if back is not UNLIKE:
-                return back  # type: ignore[no-any-return]
     except UNTAKEN:
-        pass
+        call = None
+    if call is not None:
+        back = call.repeat(call, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)
+        if back is not UNLIKE:
+            return back  # type: ignore[no-any-return]
     return fused(scope, kv, norm_args, rope_args, hadamard_args, cast_args, out_args)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, compiler
 
 from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
-from kvhal.ops.repeated import UNALIGNED, UNLIKE, Call
+from kvhal.ops.repeated import UNALIGNED, UNLIKE, UNTAKEN, Call
 
 
 def repeater(scalars: tuple[Any, ...]) -> Callable[..., Any]:
     """A function of a remembered call with these scalars (see `scalars_of`) and of a public call's arguments: where the two are
-    alike, it launches and returns the rows that go back, if any, and UNLIKE elsewhere, or raises one of UNTAKEN.
+    alike, it launches and returns the rows that go back, if any, and UNLIKE elsewhere.
 
     Numbers are mostly the same objects as before, and else compared by value and class.
     """
@@ -49,7 +49,14 @@ def repeater(scalars: tuple[Any, ...]) -> Callable[..., Any]:
                 plain = type(kv) is type(weight) is type(positions) is type(turns) is type(cache) is type(slots) is Tensor
             else:
                 plain = all(type(tensor) is Tensor for tensor in tensors_of(kv, norm, rope, out))
-            took = plain and call.prepared(kv, weight, positions, turns, cache, slots, None) is None
+            try:
+                took = (
+                    plain
+                    and not compiler._is_compiling_flag
+                    and call.prepared(kv, weight, positions, turns, cache, slots, None) is None
+                )
+            except UNTAKEN:
+                took = False
             return None if took else UNLIKE
         if not (
             call.same(kv, weight, positions, turns, cache, slots) if usual else call.same(*tensors_of(kv, norm, rope, out))

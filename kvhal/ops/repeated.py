@@ -6,9 +6,9 @@ tensors as they are, or as views that are as easily made again.
 
 There are two ways to find one. `Scope.near` has, an operation, the last call at each address of a cache (index operations: at
 each value of a scalar), so that the public function only compares: `Call.same` says in one step whether the tensors are alike,
-and scalars are compared one by one, with their types, since True == 1 == 1.0. Where that does not fit, `Scope.calls` has
-every call by a key of all that matters. Nothing is told by identity, since a tensor can be given another shape or storage in
-place; but by that of a CastArgs, which is frozen and holds none.
+or the launcher itself does (`Call.checks`), and scalars are compared one by one, with their types, since True == 1 == 1.0.
+Where that does not fit, `Scope.calls` has every call by a key of all that matters. Nothing is told by identity, since a tensor
+can be given another shape or storage in place; but by that of a CastArgs, which is frozen and holds none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ STORE, LOAD, LOAD_SLOTS, FUSED_STORE, CONVERT_INDEX, INDEX_CAT, EXPAND_SWA_INDEX
 
 #: what `data_ptr` raises of something that is no tensor, or of one without memory, and a prepared launcher of what it does not
 #: take (`Call.checks`); validation says why
-UNTAKEN = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
+UNTAKEN = (AttributeError, BufferError, OverflowError, RuntimeError, TypeError, ValueError)
+
+#: this release of torch says in `torch.compiler._is_compiling_flag`, which is no public name, what `is_compiling` returns: that
+#: a graph is traced, where nothing may be launched. Elsewhere Python compares tensors, which then never are alike.
+KNOWS_TRACING = hasattr(torch.compiler, "_is_compiling_flag")
 
 UNLIKE = object()  #: equals nothing that a call has; what a remembered call returns of one that is not like it
 
@@ -73,7 +77,8 @@ class Call:
     ) -> None:
         self.launch = launch
         self.prepared = launch
-        self.checks = (new is None or told) and getattr(launch, "checks", False)
+        checks = KNOWS_TRACING and getattr(launch, "prepare", None) is not None and getattr(launch, "checks", False)
+        self.checks = checks and (new is None or told)
         self.same = guard(tensors)
         self.scalars = scalars
         self.repeat: Callable[..., Any] = _nothing

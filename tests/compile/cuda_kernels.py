@@ -82,4 +82,4 @@ GROUPS = {"stores": _stores, "loads": _loads, "slots and indices": _slots_and_in
 
 def layout_of(name: str) -> KVCacheFormat:
     """The format that a kernel's name ends with."""
-    return FORMATS[name.partition("_")[2]]
+    return FORMATS[name.partition("_")[2].removeprefix("bulk_")]

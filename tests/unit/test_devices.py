@@ -102,14 +102,22 @@ def test_a_launch_for_another_device_makes_it_current(monkeypatch: pytest.Monkey
         log.append((value, current[0]))
         return lambda value: log.append((value, current[0])) or value
 
+    class On(int):
+        """A value that is a tensor of the GPU of its number's last digit."""
+
+        def get_device(self) -> int:
+            return self % 10
+
     for checks in (False, True):
         launch.prepare, launch.checks = prepare, checks  # type: ignore[attr-defined]
         there: Any = on_device(launch, torch.device("cuda", 1))
         assert there.checks == checks
-        assert there.prepare(3)(4) == 4, "what a prepared launcher says is passed on"
-        assert log[-2:] == [(3, 1), (4, 1)] and current == [0], "what prepares a launcher, and the prepared one, too"
+        assert there.prepare(On(31))(On(41)) == 41, "what a prepared launcher says is passed on"
+        assert log[-2:] == [(31, 1), (41, 1)] and current == [0], "what prepares a launcher, and the prepared one, too"
+    count = len(log)
+    assert there.prepare(On(31))(On(50)) is False and len(log) == count + 1, "all of its tensors are on another GPU"
     here: Any = on_device(launch, torch.device("cuda", 0))
-    assert here.prepare(3)(4) == 4 and log[-1] == (4, 0)
+    assert here.prepare(On(30))(On(40)) == 40 and log[-1] == (40, 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert on_device(log.append, torch.device("cuda", 0)) == log.append, "one device needs no guard"
 
