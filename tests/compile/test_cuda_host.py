@@ -161,6 +161,44 @@ def test_another_number_of_rows_is_loaded_where_there_are_so_many(chosen: list[t
     assert served == [1, 2, 3]
 
 
+def test_one_row_of_an_output_may_have_any_stride(chosen: list[tuple[Any, ...]]) -> None:
+    operation = load_of(1, LAYOUT)
+    given = tensors(operation.names, *PLAIN)
+    kernel = choice(operation, given, chosen)
+    assert kernel is not None
+    with launches() as log:
+        for stride in (0, 8, 512, 513, 1024):
+            given["out"] = torch.zeros(2048, dtype=torch.bfloat16).as_strided((1, 512), (stride, 1))
+            assert choice(operation, given, chosen) == kernel and took(host_function(*kernel), operation, given, log)
+
+
+def test_a_launcher_is_never_refused_by_the_kernel_that_it_chose(chosen: list[tuple[Any, ...]]) -> None:
+    """A fused store's rows that go back, and rows of fp32, lie as they like; the other kernel is not meant."""
+    binder, kernels, calls = OPERATIONS["fused"].bind, {}, []
+    launch = binder(Request(Op.FUSED_STORE, LAYOUT, H100, BLOCK_SIZE))
+    weight, positions, turns, cache, slots = list(tensors(OPERATIONS["fused"].names, *PLAIN).values())[1:]
+    for dtype, shift, stride in product((torch.bfloat16, torch.float32), (0, 1, 2, 4, 8), (512, 514, 516, 520, 513)):
+        kv, back = (torch.zeros(4096, dtype=kind).as_strided((3, 512), (stride, 1), shift) for kind in (dtype, torch.bfloat16))
+        for rows, given_back in ((kv, torch.zeros((3, 512)).bfloat16()), (torch.zeros((3, 512), dtype=dtype), back)):
+            chosen.clear()
+            norm, rope = kvhal.NormArgs(weight), kvhal.RopeArgs(positions, turns, 64)
+            launch(rows, norm, rope, None, cache, slots, given_back)
+            ((kernel, operands),) = chosen
+            kernels[kernel] = host_function(*kernel)
+            calls.append((kernel, operands))
+    assert len(kernels) == 4
+    with launches() as log:
+        for kernel, operands in calls:
+            for other, function in kernels.items():
+                log.clear()
+                given = [OnGpu(value) if isinstance(value, Tensor) else value for value in operands]
+                try:
+                    result = function(*given)
+                except RuntimeError:
+                    result = "raised"
+                assert (result is None) == bool(log) == (other == kernel)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_tensors_of_several_devices_are_not_taken(name: str, chosen: list[tuple[Any, ...]]) -> None:
     operation = OPERATIONS[name]

@@ -148,3 +148,62 @@ def test_a_fused_kernel_gets_the_tensors_of_this_call(log: list[tuple[Any, ...]]
         assert all(have is need for have, need in zip(others, tensors, strict=True))
     launch(kv, None, None, HadamardArgs(), None, None, back)
     assert log[-1][2] == (0.0, kv, None, None, None, None, None, back)
+
+
+def test_a_kernel_that_refuses_what_it_was_chosen_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launched nothing, which nobody would notice."""
+    for module in (fused, load, store):
+        monkeypatch.setattr(module, "kernel", lambda *what, platform, device: lambda *given: 1)
+    for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE):
+        launch = BINDERS[op](Request(op, kvhal.V41_FORMAT, H100, BLOCK_SIZE))
+        for given in arguments(op, 0):
+            with pytest.raises(RuntimeError, match="nothing was launched"):
+                launch(*given)
+
+
+def test_kernels_that_look_at_their_tensors_themselves(log: list[tuple[Any, ...]]) -> None:
+    checked = {op for op in Op if getattr(BINDERS[op](Request(op, kvhal.V41_FORMAT, H100, BLOCK_SIZE)), "checks", False)}
+    assert checked == {Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE}
+    assert not BINDERS[Op.LOAD](Request(Op.LOAD, kvhal.MXFP8_INDEX_KV_FORMAT, H100, BLOCK_SIZE)).checks  # type: ignore[attr-defined]
+
+
+def main_format(elements: int, group: int, scale: Any = "ue8m0", dtype: Any = "e4m3") -> kvhal.KVCacheFormat:
+    return kvhal.KVCacheFormat(dtype, elements, group, 0, True, scale, "a main format", token_interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "copied"),
+    [
+        (kvhal.V41_FORMAT, True),
+        (kvhal.V41_FP4_FORMAT, True),
+        (main_format(384, 32), False),  # 396 bytes
+        (main_format(512, 64), False),  # 520 bytes
+        (main_format(128, 32, "fp32"), False),  # 144 bytes, eight lanes
+        (main_format(256, 16), False),  # 272 bytes, sixteen lanes
+        (kvhal.BF16_FORMAT, False),
+        (kvhal.MXFP8_INDEX_KV_FORMAT, False),
+    ],
+)
+def test_records_that_a_warp_shares_are_copied_in_bulk(
+    layout: kvhal.KVCacheFormat, copied: bool, log: list[tuple[Any, ...]]
+) -> None:
+    """Where there are many segments; all others, and all of few segments, are read by lanes."""
+    (_, _, few) = shape_of("sm_90", "load_bulk", "e4m3")
+    launch = BINDERS[Op.LOAD](Request(Op.LOAD, layout, H100, BLOCK_SIZE))
+    cache, out = kvhal.alloc_kv_cache(2, BLOCK_SIZE, layout, "cpu"), torch.zeros((3, 16), dtype=torch.bfloat16)
+    for count in (few // BLOCK_SIZE, few // BLOCK_SIZE + 1):
+        launch(cache, torch.zeros((1, 4), dtype=torch.int32).expand(count, 4), 3, out, None)
+    names = [factory.__name__ for factory, *_ in log]
+    plain = "raw_kernel" if layout.is_index else "load_kernel"
+    assert names == [plain, "load_bulk_kernel" if copied else plain]
+
+
+def test_more_segments_than_a_grid_holds_are_refused(log: list[tuple[Any, ...]]) -> None:
+    launch = BINDERS[Op.LOAD](Request(Op.LOAD, kvhal.V41_FORMAT, H100, BLOCK_SIZE))
+    cache, out = kvhal.alloc_kv_cache(2, BLOCK_SIZE, kvhal.V41_FORMAT, "cpu"), torch.zeros((3, 512), dtype=torch.bfloat16)
+    segments = torch.zeros((1, 4), dtype=torch.int32)
+    most = (2**31 - 1) // BLOCK_SIZE
+    launch(cache, segments.expand(most, 4), 3, out, None)
+    with pytest.raises(ValueError, match=f"load_segments: has {most + 1} rows, .* takes {most} at a time; pass it in parts"):
+        launch(cache, segments.expand(most + 1, 4), 3, out, None)
+    assert len(log) == 1
