@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvhal
-from tests.unit.hot_calls import LAYOUT, ints, new_cache, rows
+from tests.unit.hot_calls import LAYOUT, RAW, ints, new_cache, rows
 from tests.unit.hot_launchers import use_preparing
 
 
@@ -183,3 +183,16 @@ def test_other_outputs_of_a_load_are_validated(out: Any, monkeypatch: pytest.Mon
         return
     with pytest.raises((TypeError, ValueError), match="out"):
         held.load(out=out)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_load_of_index_records_is_compared_first(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has two outputs: what is tried is a load of main records."""
+    log = use_preparing(monkeypatch, checks=True)
+    kvhal.configure()
+    cache, segments = kvhal.alloc_kv_cache(2, 4, RAW, "cpu").zero_(), torch.tensor([[0, 0, 3, 0]], dtype=torch.int32)
+    out = kvhal.KVCacheTensors(torch.ones((3, 128), dtype=torch.float8_e4m3fn), ints(3)) if given else None
+    for _ in range(3):
+        data, scales = kvhal.load_paged_kv_cache(cache, segments, 3, out, layout=RAW)
+        assert not data.view(torch.uint8).any() and scales is not None and not scales.any()
+    assert log == ["launch", "prepare", "prepared", "prepared"]
