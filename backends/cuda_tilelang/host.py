@@ -2,8 +2,8 @@
 
 TileLang's own checks, of every dtype, device, constant shape and stride, and of extents that two parameters share, raise. What
 depends on addresses and on dynamic extents and strides is left to `launch_only_if`. Together they let through what validation
-lets through and the launcher takes this very kernel for, and nothing else (tests/compile/test_cuda_host.py compares), but for one
-thing: tensors that all lie on another GPU. Those are launched there; `kvhal.platform.on_device` sees to it that none come.
+lets through and the launcher takes this very kernel for, and nothing else (tests/compile/test_cuda_host.py compares), but for
+one thing: tensors that all lie on another GPU. Those are launched there; `kvhal.platform.on_device` sees to it that none come.
 """
 
 from typing import Any
