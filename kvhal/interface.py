@@ -122,11 +122,11 @@ Launcher = Callable[..., None]
 # checked everything about shapes, dtypes, strides and devices; the launcher must only be safe on metadata VALUES.
 #
 # request.layout and request.block_size are static for a launcher; block counts, block strides, rows and tokens are dynamic.
-# It may have an attribute `prepare`, a function of the same arguments that returns what launches calls like that one (of a
-# fused store it takes tensors only), and one, `checks`, that says whether that looks at its tensors itself: "Host time" in
-# docs/adding_a_backend.md.
+# It may have attributes `prepare`, which makes what launches calls like one before, and `checks`, whether that looks at its
+# tensors itself ("Host time" in docs/adding_a_backend.md).
 # Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Calls with nothing to write
 # never come; a cache without blocks does, and so does an index table without columns.
+#
 # STORE             launch(kv, cache, slots)
 #                   kv bf16 rows [n, elements]; cache as alloc_kv_cache returns it; slots int32|int64 contiguous [n]
 # LOAD              launch(cache, segments, total_k, out, out_sf)

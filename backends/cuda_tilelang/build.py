@@ -30,6 +30,7 @@ PASS_CONFIGS = {
 
 SLOT_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 ROW_ALIGNMENT = 16  #: bytes; a row on such an address is read and written in single accesses
+INT32_MAX = 2**31 - 1
 BF16_BYTES = 2  #: what any bf16 row is aligned to
 
 #: Kernels wait for those in front of them (T.pdl_sync) before they read anything. Grids of at most so many thread blocks let

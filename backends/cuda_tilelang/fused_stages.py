@@ -6,15 +6,10 @@ from typing import Any
 
 import tilelang.language as T
 
-from kvhal.backends.cuda_tilelang.build import (
-    BF16_BYTES,
-    ROW_ALIGNMENT,
-    cache_argument,
-    call,
-)
+from kvhal.backends.cuda_tilelang.build import BF16_BYTES, ROW_ALIGNMENT, cache_argument, call
 from kvhal.backends.cuda_tilelang.codec import OCTET, OCTET_WORDS, Octets, source
 from kvhal.backends.cuda_tilelang.fused_cuda import CONVERT, HADAMARD, NORM, ROOT, ROPE, ROPE_INSIDE
-from kvhal.backends.cuda_tilelang.host import cache_fits, count_between, divides, meant, rows_fit
+from kvhal.backends.cuda_tilelang.host import Counts, cache_fits, count_between, divides, meant, rows_fit
 from kvhal.backends.cuda_tilelang.store import record_writer
 from kvhal.layout import CacheGeometry
 
@@ -137,7 +132,7 @@ def parameter_types(geometry: CacheGeometry, stages: Stages) -> ParameterTypes:
     )
 
 
-def operands_fit(geometry: CacheGeometry, stages: Stages, types: ParameterTypes, counts: tuple[int, int]) -> Any:
+def operands_fit(geometry: CacheGeometry, stages: Stages, types: ParameterTypes, counts: Counts) -> Any:
     """A function of some parameters, for `launch_only_if`: they are what the launcher would take this kernel for.
 
     Args:

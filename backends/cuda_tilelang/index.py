@@ -6,11 +6,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from kvhal.backends.cuda_tilelang.build import Kernel, await_producers, kernel, launcher
+from kvhal.backends.cuda_tilelang.build import INT32_MAX, Kernel, await_producers, kernel, launcher
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.interface import Launcher, Request
-
-INT32_MAX = 2**31 - 1
 
 
 def bind_convert_index(request: Request) -> Launcher:

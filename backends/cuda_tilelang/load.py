@@ -19,10 +19,10 @@ from kvhal.backends.cuda_tilelang.build import (
     launcher,
 )
 from kvhal.backends.cuda_tilelang.codec import OCTET, WARP, Octets, source
-from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, cache_fits, count_between, launch_only_if, meant, rows_fit
+from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, cache_fits, launch_only_if, meant, rows_fit
 from kvhal.backends.cuda_tilelang.load_bulk import load_bulk_kernel, takes
 from kvhal.backends.cuda_tilelang.load_raw import raw_kernel
-from kvhal.backends.cuda_tilelang.segments import await_segments, covered_rows, max_segments, output_fits
+from kvhal.backends.cuda_tilelang.segments import await_segments, covered_rows, main_load, max_segments
 from kvhal.backends.cuda_tilelang.tuned import shape_of
 from kvhal.formats import SF_ITEM_BYTES, KVCacheFormat
 from kvhal.interface import Launcher, Request
@@ -124,31 +124,18 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: S
     rounds, lanes, side = octets.rounds, octets.lanes, octets.tokens_a_warp
     tile = tokens * side * warps
     tiles, words = -(-block_size // tile), octets.data_words
-    blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
-    segment_count, rows, out_stride = (T.dynamic(name, "int64") for name in ("segment_count", "rows", "out_stride"))
+    main = main_load(geometry, alignment, counts)
     get_record, put_record = record_reader(geometry, "kv::get_data_ahead")
-    count = T.cast(segment_count, "int32")
 
     @T.prim_func
-    def load(
-        cache: cache_argument(geometry, blocks, block_stride),
-        segments: T.Tensor((segment_count, 4), "int32"),
-        total_k: T.int64,
-        out: T.StridedTensor((rows, layout.elements), (out_stride, 1), "bfloat16"),
-        out_sf: T.Tensor((1,), "float32"),  # always None: main layouts give rows only
-    ):
-        launch_only_if(
-            count_between(segment_count, *counts)
-            & meant(rows_fit(out, out_stride, rows, layout.elements, BF16_BYTES), alignment)
-            & output_fits(out_stride, rows, total_k, layout.elements)
-            & cache_fits(cache, blocks, block_stride, geometry)
-        )
-        with T.Kernel(count * tiles, threads=WARP * warps, prelude=source(geometry, alignment)) as program:
+    def load(cache: main.cache, segments: main.segments, total_k: T.int64, out: main.out, out_sf: main.out_sf):
+        launch_only_if(main.fit(cache, total_k, out))
+        with T.Kernel(main.count * tiles, threads=WARP * warps, prelude=source(geometry, alignment)) as program:
             data = T.alloc_local((tokens * rounds * words,), "uint32")
             sf = T.alloc_local((tokens * rounds,), "uint32")
             thread = T.get_thread_binding()
             lane = thread % lanes
-            await_segments(segments, program, tiles, count)
+            await_segments(segments, program, tiles, main.count)
             block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
             mine = first + thread // WARP * (tokens * side) + thread % WARP // lanes
             for i in T.unroll(tokens):
@@ -158,7 +145,7 @@ def load_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: S
                     sf[at] = T.uint32(0)
                     for w in T.unroll(words):
                         data[at * words + w] = T.uint32(0)
-                    if (mine + i * side < last) & (octet < octets.count) & (block >= 0) & (block < blocks):
+                    if (mine + i * side < last) & (octet < octets.count) & (block >= 0) & (block < main.blocks):
                         get_record(cache, block, mine + i * side, octet, data[at * words], sf[at])
             for i in T.unroll(tokens):
                 for h in T.unroll(rounds):

@@ -8,10 +8,10 @@ from typing import Any
 
 import tilelang.language as T
 
-from kvhal.backends.cuda_tilelang.build import BF16_BYTES, cache_argument, call
+from kvhal.backends.cuda_tilelang.build import call
 from kvhal.backends.cuda_tilelang.codec import WARP, Octets, source
-from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, cache_fits, count_between, launch_only_if, meant, rows_fit
-from kvhal.backends.cuda_tilelang.segments import await_segments, covered_rows, output_fits
+from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, launch_only_if
+from kvhal.backends.cuda_tilelang.segments import await_segments, covered_rows, main_load
 from kvhal.formats import KVCacheFormat
 from kvhal.layout import cache_geometry
 from kvhal.tuning import Shape
@@ -73,37 +73,24 @@ def load_bulk_kernel(layout: KVCacheFormat, block_size: int, alignment: int, sha
     """As `load.load_kernel`, of formats that it `takes`."""
     geometry, (tile, threads) = cache_geometry(layout, block_size), shape[:2]
     tiles = -(-block_size // tile)
-    blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
-    segment_count, rows, out_stride = (T.dynamic(name, "int64") for name in ("segment_count", "rows", "out_stride"))
-    count = T.cast(segment_count, "int32")
+    main = main_load(geometry, alignment, counts)
     constants = {"TILE": tile, "THREADS": threads, "RECORD_BYTES": layout.bytes_per_token}
     lines = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
     prelude = source(geometry, alignment) + "namespace kv {\n" + lines + LOAD_TILE + "}  // namespace kv\n"
 
     @T.prim_func
-    def load_bulk(
-        cache: cache_argument(geometry, blocks, block_stride),
-        segments: T.Tensor((segment_count, 4), "int32"),
-        total_k: T.int64,
-        out: T.StridedTensor((rows, layout.elements), (out_stride, 1), "bfloat16"),
-        out_sf: T.Tensor((1,), "float32"),  # always None: main layouts give rows only
-    ):
-        launch_only_if(
-            count_between(segment_count, *counts)
-            & meant(rows_fit(out, out_stride, rows, layout.elements, BF16_BYTES), alignment)
-            & output_fits(out_stride, rows, total_k, layout.elements)
-            & cache_fits(cache, blocks, block_stride, geometry)
-        )
-        with T.Kernel(count * tiles, threads=threads, prelude=prelude) as program:
-            await_segments(segments, program, tiles, count)
+    def load_bulk(cache: main.cache, segments: main.segments, total_k: T.int64, out: main.out, out_sf: main.out_sf):
+        launch_only_if(main.fit(cache, total_k, out))
+        with T.Kernel(main.count * tiles, threads=threads, prelude=prelude) as program:
+            await_segments(segments, program, tiles, main.count)
             block, shift, first, last = covered_rows(segments, program // tiles, program % tiles * tile, block_size, total_k)
-            exist = (block >= 0) & (block < blocks)
+            exist = (block >= 0) & (block < main.blocks)
             here = T.if_then_else(exist & (first < last), block, T.int64(0))
             call(
                 "kv::load_tile",
                 T.address_of(cache[here, 0, 0, T.cast(first, "int64") * geometry.data_token_stride]),
                 T.address_of(out[shift + first, 0]),
-                out_stride,
+                main.out_stride,
                 T.min(last - first, tile),
                 exist,
             )

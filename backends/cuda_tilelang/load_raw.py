@@ -29,11 +29,7 @@ def raw_kernel(layout: KVCacheFormat, block_size: int, alignment: int, shape: tu
     chunks, words, sf_dtype, sf_trailing = layout.data_bytes // chunk, -(-chunk // 4), *sf_output(layout)
     tiles, steps, copy_scales = -(-block_size // tile), -(-tile * chunks // threads), scale_copier(geometry)
     blocks, block_stride = T.dynamic("blocks", "int64"), T.dynamic("block_stride", "int64")
-    segment_count, rows, out_stride = (
-        T.dynamic("segment_count", "int64"),
-        T.dynamic("rows", "int64"),
-        T.dynamic("out_stride", "int64"),
-    )
+    segment_count, rows, out_stride = T.dynamic("segment_count"), T.dynamic("rows", "int64"), T.dynamic("out_stride", "int64")
     sf_rows, sf_stride = T.dynamic("sf_rows", "int64"), T.dynamic("sf_stride", "int64")
     data_type = "float8_e4m3fn" if layout.quantized_dtype == "e4m3" else "int8"
 

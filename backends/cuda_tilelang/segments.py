@@ -1,13 +1,16 @@
-"""What the kernels of a load by segments share: its segments, and the output's rows that they cover."""
+"""What the kernels of a load by segments share: its parameters, its segments, and the output's rows that they cover."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
-from kvhal.backends.cuda_tilelang.build import FEW_BLOCKS, call
+from kvhal.backends.cuda_tilelang.build import BF16_BYTES, FEW_BLOCKS, INT32_MAX, cache_argument, call
+from kvhal.backends.cuda_tilelang.host import Counts, cache_fits, count_between, meant, rows_fit
+from kvhal.layout import CacheGeometry
 
 MANY_BLOCKS = 8 * FEW_BLOCKS  #: as FEW_BLOCKS, of a load by segments, whose thread blocks have more to do
-INT32_MAX = 2**31 - 1
 
 
 def max_segments(block_size: int) -> int:
@@ -15,9 +18,53 @@ def max_segments(block_size: int) -> int:
     return INT32_MAX // block_size
 
 
-def output_fits(stride: Any, rows: Any, total_k: Any, width: int) -> Any:
-    """Whether an output of `rows` rows, `stride` elements apart, has one for each of total_k tokens, and none overlap."""
-    return (total_k >= 0) & (total_k <= INT32_MAX) & (total_k <= rows) & ((rows <= 1) | (stride >= width))
+@dataclass(frozen=True)
+class MainLoad:
+    """The parameters of a load of main records, and of them what a kernel computes with.
+
+    Attributes:
+        blocks, count, out_stride: blocks of the cache, segments (32 bits), elements from one row of the output to the next.
+        cache, segments, out, out_sf: types; out_sf is always None, as main layouts give rows only.
+        fit: a function of cache, total_k and out for `launch_only_if`: the launcher would take this kernel for them.
+    """
+
+    blocks: Any
+    count: Any
+    out_stride: Any
+    cache: Any
+    segments: Any
+    out: Any
+    out_sf: Any
+    fit: Callable[[Any, Any, Any], Any]
+
+
+def main_load(geometry: CacheGeometry, alignment: int, counts: Counts) -> MainLoad:
+    """Those of kernels for an output of this alignment and so many segments."""
+    names = ("blocks", "block_stride", "segment_count", "rows", "out_stride")
+    blocks, block_stride, segment_count, rows, out_stride = (T.dynamic(name, "int64") for name in names)
+    elements = geometry.layout.elements
+
+    def fit(cache: Any, total_k: Any, out: Any) -> Any:
+        enough = (total_k >= 0) & (total_k <= INT32_MAX) & (total_k <= rows)
+        apart = (rows <= 1) | (out_stride >= elements)
+        return (
+            count_between(segment_count, *counts)
+            & meant(rows_fit(out, out_stride, rows, elements, BF16_BYTES), alignment)
+            & enough
+            & apart
+            & cache_fits(cache, blocks, block_stride, geometry)
+        )
+
+    return MainLoad(
+        blocks,
+        T.cast(segment_count, "int32"),
+        out_stride,
+        cache_argument(geometry, blocks, block_stride),
+        T.Tensor((segment_count, 4), "int32"),
+        T.StridedTensor((rows, elements), (out_stride, 1), "bfloat16"),
+        T.Tensor((1,), "float32"),
+        fit,
+    )
 
 
 @T.macro

@@ -49,7 +49,7 @@ def store_kv_cache(
     if call is not None and call.scalars[0] is layout:
         if call.checks:
             plain = not compiler._is_compiling_flag and type(kv) is type(kv_cache) is type(slot_mapping) is Tensor
-            try:
+            try:  # written out wherever a launcher is tried: a function for it took 0.08 us of 0.67
                 if plain and call.prepared(kv, kv_cache, slot_mapping) is None:
                     return None
             except UNTAKEN:

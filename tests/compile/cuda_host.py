@@ -17,14 +17,8 @@ from tilelang.engine.lower import lower
 from kvhal.backends.cuda_tilelang.build import PASS_CONFIGS, target
 
 CUDA = 2  #: kDLCUDA
-KERNELS = (
-    "store",
-    "load",
-    "load_bulk",
-    "load_slots",
-    "fused",
-    "fused_few",
-)  #: those whose host functions `launch_only_if` they are meant
+#: those whose host functions `launch_only_if` they are meant
+KERNELS = ("store", "load", "load_bulk", "load_slots", "fused", "fused_few")
 #: torch's dtype -> DLPack's code and bits
 CODES = {
     torch.int16: (0, 16),

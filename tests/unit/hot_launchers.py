@@ -11,6 +11,7 @@ import torch
 
 from kvhal import NormArgs, RopeArgs
 from kvhal.interface import Launcher
+from kvhal.operands import tensors_only
 
 
 def facts(value: Any) -> Any:
@@ -37,13 +38,10 @@ def preparing(reference: Launcher, fused: bool, checks: bool, refuse: Callable[[
 
     def prepare(*made_of: Any) -> Callable[..., Any]:
         log.append("prepare")
-        norm, rope = made_of[1:3] if fused else (None, None)
-        hadamard = made_of[3] if fused else None
-        turns = (None, None) if rope is None else (rope.positions, rope.cos_sin_cache)
-        taken = (made_of[0], norm and norm.weight, *turns, *made_of[4:]) if fused else made_of
-        known = [facts(value) for value in taken]
+        norm, rope, hadamard = made_of[1:4] if fused else (None, None, None)
+        known = [facts(value) for value in (tensors_only(*made_of) if fused else made_of)]
         eps, rotation = norm and norm.eps, rope and (rope.rope_dim, rope.is_neox_style, rope.offset)
-        del made_of, norm, rope, turns, taken  # a prepared launcher keeps no tensor
+        del made_of, norm, rope  # a prepared launcher keeps no tensor
 
         def prepared(*given: Any) -> Any:
             assert all(type(value) in (torch.Tensor, int, type(None)) for value in given)
