@@ -45,7 +45,7 @@ def with_few(backend: str, few: Shape) -> AbstractContextManager[None]:
     """Inside, the backend's kernels for few tokens have this shape."""
     if backend == "portable_triton":
         return shapes_changed((launch,), lambda kernel, shape: few if kernel.endswith("_few") else shape)
-    return shapes_changed((fused,), lambda kernel, shape: (*shape[:-1], *few))
+    return shapes_changed((fused,), lambda kernel, shape: (*shape[:-1], *few) if kernel.startswith("fused") else shape)
 
 
 def rows(clock: Clock) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,8 @@ from kvhal.ops.checks import check_int, check_type
 from kvhal.platform import usable_device
 
 WIDTH = 16  #: entries of a table's row
-MANY = (1 << 14) + 1  #: tokens, or rows of a table, more than any backend's kernels for few of them take
+CHUNK = 1 << 13  #: tokens of a prefill chunk, where there is a kernel for those
+MANY = (1 << 15) + 1  #: tokens, or rows of a table, more than any backend's kernels for fewer of them take
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def side_by_side(calls: list[Callable[[], object]]) -> None:
 
 
 def _counts(device: torch.device) -> tuple[int, ...]:
-    """Tokens of a call: one, and many where there may be another kernel for them."""
-    return (1,) if device.type == "cpu" else (1, MANY)
+    """Tokens of a call: one, and more where there may be other kernels for them."""
+    return (1,) if device.type == "cpu" else (1, CHUNK, MANY)
 
 
 def _warm_format(op: Op, layout: KVCacheFormat, block_size: int, device: torch.device) -> None:

@@ -8,15 +8,18 @@ patterns, and single fp32 operations; `build.PASS_CONFIGS` keeps nvcc from contr
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
-from kvhal.backends.cuda_tilelang.codec_cuda import DECODE, ENCODE, FLOATS, MEMORY, QUANTIZE, REDUCE, ROWS, SCALES
+from kvhal.backends.cuda_tilelang.codec_cuda import DECODE, FLOATS, GROUPS, MEMORY, ROWS
+from kvhal.backends.cuda_tilelang.quantize_cuda import ENCODE, FACTORS, QUANTIZE, REDUCE, SCALES
 from kvhal.formats import (
     ALIGNMENT,
     BF16_INF,
     BF16_MAGNITUDE,
     BF16_MANTISSA_BITS,
-    BF16_MAX_FINITE,
+    BF16_SHIFT,
+    E2M1_MAX,
     E4M3_MAX,
     E4M3_NAN,
     E4M3_SF_AMAX_FLOOR,
@@ -41,7 +44,7 @@ class Octets:
     Attributes:
         count: octets of a record.
         lanes: lanes that share one token, a power of two; more than a warp's only in kernels that say so.
-        rounds: octets of one token that a lane holds, two but where there are fewer or more; octet ``round * lanes + lane``.
+        rounds: octets of one token that a lane holds; octet ``round * lanes + lane``.
         group: octets that share a scale factor.
         data_bytes: bytes of an octet's quantised data.
     """
@@ -53,9 +56,10 @@ class Octets:
     data_bytes: int
 
     @classmethod
-    def of(cls, layout: KVCacheFormat) -> Octets:
+    def of(cls, layout: KVCacheFormat, rounds: int = 2) -> Octets:
+        """`rounds` octets a lane, a power of two, but where a record has fewer, or more than so many of a warp's lanes."""
         count = layout.elements // OCTET
-        lanes = min(WARP, 1 << (-(-count // 2) - 1).bit_length())
+        lanes = min(WARP, 1 << (-(-count // rounds) - 1).bit_length())
         group = layout.elements_per_sf // OCTET if layout.quantized_dtype else 1
         return cls(count, lanes, -(-count // lanes), group, layout.data_bytes // count)
 
@@ -84,16 +88,21 @@ def source(geometry: CacheGeometry, row_alignment: int, octets: Octets | None = 
         octets: how they lie, where it is not as `Octets.of` says.
     """
     layout, octets = geometry.layout, octets or Octets.of(geometry.layout)
-    functions = [MEMORY, FLOATS]
+    functions = [GROUPS, MEMORY, FLOATS]
     if layout.quantized_dtype is not None:
         functions += [
             REDUCE,
+            FACTORS[layout.quantized_dtype],
             SCALES[str(layout.sf_format)],
             DECODE[str(layout.quantized_dtype)],
             ENCODE[layout.quantized_dtype],
         ]
         functions += [ROWS, QUANTIZE]
     return "namespace kv {\n" + _constants(geometry, octets, row_alignment) + "".join(functions) + "}  // namespace kv\n"
+
+
+def _bf16(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little") >> BF16_SHIFT
 
 
 def _constants(geometry: CacheGeometry, octets: Octets, row_alignment: int) -> str:
@@ -112,7 +121,10 @@ def _constants(geometry: CacheGeometry, octets: Octets, row_alignment: int) -> s
         "SF_ALIGN": math.gcd(ALIGNMENT, geometry.sf_offset, geometry.sf_token_stride, sf_bytes),
         "MAGNITUDE": BF16_MAGNITUDE,
         "INF": BF16_INF,
-        "MAX_FINITE": BF16_MAX_FINITE,
+        "COVERED": _bf16(E2M1_MAX * E4M3_MAX),  # by the largest e4m3 scale
+        # the largest magnitudes between which one of the two least e4m3 scales may leave a magnitude of 7, which rounds to 8
+        "UNCOVERED_FROM": _bf16(7 * 2.0**-9),
+        "UNCOVERED_TO": _bf16(2.5 * E2M1_MAX * 2.0**-9),
         "MANTISSA_BITS": BF16_MANTISSA_BITS,
         "UE8M0_FLOOR": floor,
         "UE8M0_SHIFT": shift,

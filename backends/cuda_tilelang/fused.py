@@ -1,5 +1,6 @@
 """The fused store: norm, rotary embedding, Hadamard, cast and scatter with a token's record in registers throughout."""
 
+from bisect import bisect_left
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from kvhal.backends.cuda_tilelang.fused_stages import (
     Rope,
     Stages,
     fused_source,
+    metadata_hint,
     operands_fit,
     parameter_types,
     token_reader,
@@ -49,8 +51,9 @@ FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 def bind_fused_store(request: Request) -> Launcher:
     """``launch(kv, norm, rope, hadamard, cache, slots, back)``, see `kvhal.interface`."""
     layout, block_size = request.layout, request.block_size or 1
-    built: dict[tuple[Stages, bool], Kernel] = {}
-    shape = shape_of(request.platform.arch, "fused", layout.quantized_dtype)
+    built: dict[tuple[Stages, int], Kernel] = {}
+    kernels = kernels_of(layout, request.platform.arch)
+    limits = [most for _, _, (_, most) in kernels]
 
     def prepare(
         kv: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, hadamard: Any, *into: torch.Tensor | None
@@ -69,12 +72,11 @@ def bind_fused_store(request: Request) -> Launcher:
             back is not None,
             ROW_ALIGNMENT if wide else BF16_BYTES,
         )
-        key = (stages, kv.shape[0] <= shape[3])
+        key = (stages, bisect_left(limits, kv.shape[0]))
         run = built.get(key)
         if run is None:
-            few, many = (few_kernel, (1, shape[3])), (fused_kernel, shape, (shape[3] + 1, MAX_TOKENS))
-            factory, *special = few if key[1] else many
-            arguments = (factory, layout, block_size, stages, *special)
+            factory, shapes, counts = kernels[key[1]]
+            arguments = (factory, layout, block_size, stages, *shapes, counts)
             run = built[key] = kernel(*arguments, platform=request.platform, device=kv.device)
         return partial(run, 0.0 if norm is None else float(norm.eps))
 
@@ -86,11 +88,29 @@ def _rope(rope: RopeArgs, elements: int) -> Rope:
     return Rope(begin, rope.rope_dim, rope.is_neox_style, SLOT_DTYPES[rope.positions.dtype])
 
 
+def kernels_of(layout: KVCacheFormat, arch: str) -> list[tuple[Any, tuple[Shape, ...], Counts]]:
+    """The factories for growing numbers of tokens, the shapes that they take, and the least and most tokens of each."""
+    kind = "_index" if layout.is_index else ""
+    chunk, many = (shape_of(arch, name + kind, layout.quantized_dtype) for name in ("chunk", "fused"))
+    found: list[tuple[Any, tuple[Shape, ...], Counts]] = []
+    least = 1
+    for factory, shapes, most in (
+        (few_kernel, (), many[-1]),
+        (fused_kernel, (chunk,), chunk[-1]),
+        (fused_kernel, (many,), MAX_TOKENS),
+    ):
+        if least <= most:
+            found.append((factory, shapes, (least, most)))
+            least = most + 1
+    return found
+
+
 def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: Shape, counts: Counts = ANY_COUNT) -> Any:
-    """Each warp carries a token after another through the stages, the next one's row on its way. See Stages and tuned.py."""
-    geometry, octets, (warps, passes, held) = cache_geometry(layout, block_size), Octets.of(layout), shape[:3]
+    """Each warp carries some tokens after others through the stages, the next ones' rows on their way. See Stages, tuned.py."""
+    geometry, (warps, passes, held, most) = cache_geometry(layout, block_size), shape[:4]
+    octets = Octets.of(layout, most if stages.input_dtype == "bfloat16" else TUNED_ROUNDS)
+    held = held if octets.rounds <= most else 2  # larger records need the registers of several
     rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
-    held = held if rounds <= TUNED_ROUNDS else 2  # larger records need the registers of several
     prelude = fused_source(geometry, stages, octets, tokens, staged=True)
     types = parameter_types(geometry, stages)
     n, kv_stride, max_position = T.cast(types.n, "int32"), types.kv_stride, types.max_position
@@ -113,8 +133,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
         back: types.back,
     ):
         launch_only_if(fit(kv, weight, cos_sin, cache, back))
-        blocks = T.max(T.min(T.ceildiv(n, tokens), wave), T.ceildiv(n, tokens * passes))
-        with T.Kernel(blocks, threads=WARP * warps, prelude=prelude) as program:
+        with T.Kernel(whole_waves(T.ceildiv(n, tokens), wave, passes), threads=WARP * warps, prelude=prelude) as program:
             T.annotate_min_blocks_per_sm(held)
             raw = T.alloc_local((rounds * words,), "uint32")  # of the next token
             values = T.alloc_local((rounds * OCTET,), "float32")
@@ -125,9 +144,9 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             lane = T.get_thread_binding() % lanes
             token = T.alloc_var("int32", init=program * tokens + T.get_thread_binding() // lanes)
             at = T.alloc_var("int64", init=T.cast(token, "int64") * kv_stride + lane * OCTET)  # of the lane's first octet
-            step = T.alloc_var("int32", init=tokens * blocks)
+            step = T.alloc_var("int32", init=tokens * T.call_extern("int32", "kv::thread_blocks"))
             ahead = T.alloc_var("int64", init=T.cast(step, "int64") * kv_stride)
-            await_rows(blocks == wave, kv, token, n, lane)  # a wave lies evenly; see build.evenly
+            await_rows(T.call_extern("int32", "kv::thread_blocks") <= wave, kv, token, n, lane)  # a wave lies evenly
             for w in T.unroll(rounds * words):
                 raw[w] = T.uint32(0)
             fetch(kv, at, slots, positions, n, token, lane, raw, slot, place)
@@ -146,6 +165,11 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
                 at += ahead
 
     return fused
+
+
+def whole_waves(tiles: Any, wave: int, passes: int) -> Any:
+    """Thread blocks for so many tiles, `passes` or more each; of part of a wave, some would take a turn and others none."""
+    return T.max(T.min(evenly(tiles, wave), wave), tiles // (wave * passes) * wave)
 
 
 def few_octets(layout: KVCacheFormat, stages: Stages) -> Octets:
@@ -167,7 +191,7 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, counts: C
     n, kv_stride, max_position = T.cast(types.n, "int32"), types.kv_stride, types.max_position
     with_norm = stages.weight_dtype is not None
     weight_words, weight_type = INPUT_WORDS.get(str(stages.weight_dtype), 1), TYPE_NAMES.get(str(stages.weight_dtype))
-    fetch, fetch_turns = token_reader(stages, octets), turn_reader(stages)
+    hint, fetch, fetch_turns = metadata_hint(stages), token_reader(stages, octets), turn_reader(stages)
     await_rows, finish = row_waiter(octets), value_writer(geometry, stages, octets)
     fit = operands_fit(geometry, stages, types, counts)
     prelude = fused_source(geometry, stages, octets, tokens, staged=False)
@@ -194,7 +218,9 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, counts: C
             turns = T.alloc_local((turn_count,), "float32")  # cosines and sines
             lane = T.get_thread_binding() % lanes
             token = program * tokens + T.get_thread_binding() // lanes
-            await_rows(T.ceildiv(n, tokens) <= FEW_FUSED_BLOCKS, kv, token, n, lane)
+            early = T.ceildiv(n, tokens) <= FEW_FUSED_BLOCKS
+            hint(early, slots, positions, n, token, lane)
+            await_rows(early, kv, token, n, lane)
             place[0] = T.int64(-1)
             for w in T.unroll(rounds * words):
                 raw[w] = T.uint32(0)

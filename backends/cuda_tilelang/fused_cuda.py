@@ -6,6 +6,7 @@ One fp32 operation at a time, in the order of docs/numerics.md. Every thread of 
 #: rows and weights into registers, and the one rounding at the end
 CONVERT = r"""
 constexpr int VALUES = 8 * ROUNDS;
+__device__ __forceinline__ int thread_blocks() { return gridDim.x; }  // a constant's address, where its formula is code
 // Widened here, not later: what they came from is free for the next token.
 template <int COUNT> __device__ __forceinline__ void pin(float* v) {
 #pragma unroll
@@ -97,10 +98,20 @@ __device__ __forceinline__ void norm(float* v, const float* weight, float eps, i
     }
     sum[h] = s[0];
   }
-  if constexpr (ROUNDS == 2 && LANES > 1) {
-    const float mine = lane & 1 ? sum[1] : sum[0], other = lane & 1 ? sum[0] : sum[1];
-    sum[0] = across(__fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, other, 1)), 2);
-    sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(0xFFFFFFFFu, sum[0], 1));
+  if constexpr (ROUNDS > 1 && ROUNDS <= LANES && (ROUNDS & (ROUNDS - 1)) == 0) {
+#pragma unroll
+    for (int n = 1; n < ROUNDS; n *= 2) {
+#pragma unroll
+      for (int i = 0; i < ROUNDS / 2 / n; ++i) {
+        float& first = sum[i];
+        const float second = sum[i + ROUNDS / 2 / n];
+        const float mine = lane & n ? second : first, other = lane & n ? first : second;
+        first = __fadd_rn(mine, __shfl_xor_sync(0xFFFFFFFFu, other, n));
+      }
+    }
+    sum[0] = across(sum[0], ROUNDS);
+#pragma unroll
+    for (int n = ROUNDS / 2; n > 0; n /= 2) sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(0xFFFFFFFFu, sum[0], n));
   } else {
 #pragma unroll
     for (int h = 0; h < ROUNDS; ++h) sum[h] = across(sum[h], 1);

@@ -185,6 +185,21 @@ def value_writer(geometry: CacheGeometry, stages: Stages, octets: Octets) -> Any
     return finish
 
 
+def metadata_hint(stages: Stages) -> Any:
+    """A macro that brings a token's slot and position to L2 where the kernel starts early: a hint, as `row_waiter`'s."""
+    with_slots, with_rope = stages.slot_dtype is not None, stages.rope is not None
+
+    @T.macro
+    def hint(early, slots, positions, n, token, lane):
+        if early & (token < n) & (lane == 0):
+            if with_slots:
+                call("kv::prefetch", T.address_of(slots[token]))
+            if with_rope:
+                call("kv::prefetch", T.address_of(positions[token]))
+
+    return hint
+
+
 def token_reader(stages: Stages, octets: Octets) -> Any:
     """A macro that starts the loads of a token: octets, from element `at` of the rows on, slot, position. No token: no slot."""
     with_slots, with_rope = stages.slot_dtype is not None, stages.rope is not None
@@ -222,12 +237,15 @@ def back_writer(octets: Octets, quantized: bool) -> Any:
 
     @T.macro
     def put_back(back, n, token, lane, words, data, sf):
+        scales = T.alloc_local((octets.rounds,), "uint32")
+        if quantized:
+            call("kv::spread", T.address_of(scales[0]), T.address_of(sf[0]))
         for h in T.unroll(octets.rounds):
             octet = h * octets.lanes + lane
             if (token < n) & (octet < octets.count):
                 if quantized:
                     code = h * octets.data_words
-                    call("kv::decode_row", T.address_of(back[token, octet * OCTET]), T.address_of(data[code]), sf[h])
+                    call("kv::decode_row", T.address_of(back[token, octet * OCTET]), T.address_of(data[code]), scales[h])
                 else:
                     call("kv::put_row", T.address_of(back[token, octet * OCTET]), T.address_of(words[h * OCTET_WORDS]))
 

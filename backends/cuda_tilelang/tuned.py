@@ -5,8 +5,11 @@ store, store_index  (the same two, tokens up to which a warp takes one round onl
                     hold), of main and of index layouts
 load_bulk           (tokens that a thread block copies, its threads, tokens up to which `load` is sooner)
 raw                 (rows of an index layout that a thread block copies, its threads)
-fused               (warps of a thread block, tokens that a lane takes one after another where they more than fill the device,
-                    thread blocks that a multiprocessor must hold, tokens up to which no lane gets a second one)
+fused, fused_index  (warps of a thread block, tokens that a lane takes one after another where they more than fill the device,
+                    thread blocks that a multiprocessor must hold, octets of a token that a lane holds, tokens up to which no
+                    lane gets a second one), of main and of index layouts
+chunk, chunk_index  the same for a prefill chunk; in the end the tokens up to which it is sooner than the other: V41_FORMAT took
+                    7.63 us at 12,288 tokens with it and 8.13 without, at 24,576 with a shape much like it 13.2 and 13.0
 convert, cat,       (threads of a thread block, entries that each takes, thread blocks up to which each takes one only)
 expand, window
 plan                (threads of a thread block,), one a segment
@@ -29,9 +32,9 @@ def streamed(shape: Shape, kernel: str, layout: str, share: float, against: int,
     return Choice(shape + more, Figure("h200_cuda_tilelang_shapes.json", row, share, against))
 
 
-def measured(shape: Shape, op: str, layout: str, share: float) -> Choice:
+def measured(shape: Shape, op: str, layout: str, share: float, tokens: int = 524288) -> Choice:
     """No other shape's figure was kept: what `kvhal bench` found for this one."""
-    row = {"backend": "cuda_tilelang", "op": op, "format": layout, "tokens": 524288}
+    row = {"backend": "cuda_tilelang", "op": op, "format": layout, "tokens": tokens}
     row |= {} if layout == "-" else {"pattern": "pages"}
     return Choice(shape, Figure("h200_bench.json", row, share))
 
@@ -41,10 +44,15 @@ FUSED = "fused_norm_rope_hadamard_cast_store_kvcache"
 ONE_ROUND = (1, 4)
 #: one round of a store of e2m1 took 4.8 us at 8,192 tokens and 1.3 at 64, four rounds 5.6 and 2.1 (the file of `streamed`)
 FEW = 16384
-FEW_FUSED = 2048  #: V41_FORMAT's fused store took 1.12 us at 128 tokens and 2.90 at 2,048 so, 1.58 and 3.15 with `fused_kernel`
+#: V41_FORMAT's fused store took 1.39 us at 512 tokens and 2.35 at 1,024 so, 1.80 and 2.27 as chunks; FP4_INDEX_KV_FORMAT's
+#: 2.65 at 4,096 and 3.59 at 8,192, as chunks 2.84 and 3.24
+FEW_FUSED, FEW_FUSED_INDEX = 768, 4096
+NO_CHUNK = 0  #: the kernel for many tokens takes what `few_kernel` does not
 FEW_TABLE = 1056  #: kv_index_cat took 0.83 us for 8,192 entries so and 1.42 with four a thread, for 8 million 79.8 and 24.5
 #: V41_FORMAT's load took 7.36 us at 16,384 tokens by bulk copies, 7.79 without, and at 8,192 4.38 and 4.31
 FEW_LOAD = 8192
+#: of layouts, and their data types
+KINDS = (("", "e4m3"), ("", "e2m1"), ("", None), ("_index", "e4m3"), ("_index", "e2m1"))
 TUNED_ROUNDS = 2  #: octets of a lane in the records that this was measured with
 
 TABLE = Table(
@@ -65,9 +73,16 @@ TABLE = Table(
             ("slots", None): measured((1, 4), "load_kv_slots", "BF16_FORMAT", 0.9786),
             ("raw", "e4m3"): streamed((64, 128), "load", "MXFP8_INDEX_KV_FORMAT", 0.9025, 2),
             ("raw", "e2m1"): streamed((64, 128), "load", "FP4_INDEX_KV_FORMAT", 0.8586, 2),
-            ("fused", "e4m3"): measured((4, 16, 8, FEW_FUSED), FUSED, "V41_FORMAT", 0.9462),
-            ("fused", "e2m1"): measured((4, 8, 8, FEW_FUSED), FUSED, "V41_FP4_FORMAT", 0.7645),
-            ("fused", None): measured((4, 8, 8, FEW_FUSED), FUSED, "BF16_FORMAT", 0.9615),
+            ("fused", "e4m3"): measured((4, 16, 5, 4, FEW_FUSED), FUSED, "V41_FORMAT", 0.9462),
+            ("fused", "e2m1"): measured((4, 16, 5, 4, FEW_FUSED), FUSED, "V41_FP4_FORMAT", 0.7645),
+            ("fused", None): measured((4, 8, 8, 2, FEW_FUSED), FUSED, "BF16_FORMAT", 0.9615),
+            ("fused_index", "e4m3"): measured((8, 8, 4, 2, FEW_FUSED_INDEX), FUSED, "MXFP8_INDEX_KV_FORMAT", 0.9226),
+            ("fused_index", "e2m1"): measured((4, 16, 5, 4, FEW_FUSED_INDEX), FUSED, "FP4_INDEX_KV_FORMAT", 0.7899),
+            ("chunk", "e4m3"): measured((8, 8, 2, 4, 12288), FUSED, "V41_FORMAT", 0.5501, 8192),
+            ("chunk", "e2m1"): measured((8, 8, 2, 4, 12288), FUSED, "V41_FP4_FORMAT", 0.4451, 8192),
+            ("chunk", None): measured((4, 8, 8, 2, NO_CHUNK), FUSED, "BF16_FORMAT", 0.6576, 8192),
+            ("chunk_index", "e4m3"): measured((8, 8, 4, 2, NO_CHUNK), FUSED, "MXFP8_INDEX_KV_FORMAT", 0.3304, 8192),
+            ("chunk_index", "e2m1"): measured((8, 8, 4, 2, 32768), FUSED, "FP4_INDEX_KV_FORMAT", 0.2914, 8192),
             ("convert", None): measured((128, 4, FEW_TABLE), "convert_kv_index", "-", 0.1983),
             ("cat", None): measured((128, 4, FEW_TABLE), "kv_index_cat", "-", 0.2762),
             ("expand", None): measured((128, 4, FEW_TABLE), "expand_swa_index", "-", 0.2230),
@@ -81,7 +96,8 @@ TABLE = Table(
         **{(kernel, dtype): ONE_ROUND for kernel in ("load", "slots") for dtype in ("e4m3", "e2m1", None)},
         **{("load_bulk", dtype): (8, 128, FEW_LOAD) for dtype in ("e4m3", "e2m1")},
         **{("raw", dtype): (32, 128) for dtype in ("e4m3", "e2m1")},
-        **{("fused", dtype): (4, 8, 4, FEW_FUSED) for dtype in ("e4m3", "e2m1", None)},
+        **{(f"fused{kind}", dtype): (4, 8, 4, 2, FEW_FUSED) for kind, dtype in KINDS},
+        **{(f"chunk{kind}", dtype): (4, 8, 4, 2, NO_CHUNK) for kind, dtype in KINDS},
         **{(kernel, None): (128, 4, FEW_TABLE) for kernel in ("convert", "cat", "expand", "window")},
         ("plan", None): (128,),
     },

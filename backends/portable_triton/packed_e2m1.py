@@ -52,7 +52,7 @@ def smaller_halves(left, right):
     return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.int32, is_pure=True, pack=1)
 
 
-OCTET_CODES = tl.constexpr(octet_codes_ptx("$"))
+OCTET_CODES = tl.constexpr(octet_codes_ptx("$", saturate=True))
 
 
 @triton.jit

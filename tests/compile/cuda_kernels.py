@@ -73,8 +73,12 @@ def _fused() -> dict[str, Job]:
     }
     jobs = [(name, BUILTIN_FORMATS[name], on) for name, on in stages.items()]
     jobs += [(name, layout, NORM_ONLY) for name, layout in CONFORMANCE_FORMATS.items() if name in PADDED]
-    found = {f"fused_{name}": job(fused.fused_kernel, layout, 3, on) for name, layout, on in jobs}
-    return found | {f"fused_few_{name}": (fused.few_kernel, layout, 3, on) for name, layout, on in jobs}
+    found: dict[str, Job] = {}
+    for name, layout, on in jobs:
+        for factory, shape, (_, most) in fused.kernels_of(layout, ARCH):
+            kind = "_few" if factory is fused.few_kernel else "" if most == fused.MAX_TOKENS else "_chunk"
+            found[f"fused{kind}_{name}"] = (factory, layout, 3, on, *shape)
+    return found
 
 
 GROUPS = {"stores": _stores, "loads": _loads, "slots and indices": _slots_and_indices, "fused": _fused}

@@ -9,39 +9,84 @@ import numpy as np
 import pytest
 import torch
 
-from kvhal.formats import E4M3_MAX, FP32_SF_AMAX_FLOOR, UE8M0_RULES
-from kvhal.numerics import decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3, round_bf16
+from kvhal.formats import E4M3_MAX, FP32_SF_AMAX_FLOOR, UE8M0_RULES, KVCacheFormat
+from kvhal.layout import cache_geometry
+from kvhal.numerics import decode_e2m1, decode_e4m3, decode_ue8m0, encode_e2m1, encode_e4m3, quantize, round_bf16
 
-codec_cuda = pytest.importorskip("kvhal.backends.cuda_tilelang.codec_cuda")
+codec = pytest.importorskip("kvhal.backends.cuda_tilelang.codec")
+quantize_cuda = pytest.importorskip("kvhal.backends.cuda_tilelang.quantize_cuda")
 POSITIVE = np.arange(0x7F80, dtype=np.uint32)  # every finite bf16 magnitude
+VALUES = (POSITIVE << 16).view(np.float32)
+GROUPS = {sf: KVCacheFormat("e2m1", 16, 16, 0, True, sf, "one group", token_interleaved=True) for sf in ("e4m3", "ue8m0")}
+SCALE_OF = {"e4m3": decode_e4m3, "ue8m0": decode_ue8m0}
 
 
-def _constant(name: str) -> int:
-    found = re.search(rf"\b{name} = (0x[0-9A-Fa-f]+)u", codec_cuda.ENCODE["e2m1"])
+def _factor(scale: np.float32) -> np.float32:
+    """What the reciprocal of a scale is multiplied by, from the source's two constants."""
+    lifted, plain = (np.float32(float.fromhex(text)) for text in re.findall(r"(0x1\.?\d*p-14)f", quantize_cuda.FACTORS["e2m1"]))
+    assert plain == 2.0**-14 < lifted
+    return lifted if scale.view(np.uint32) & 0x7FFFFF == 0x700000 else plain
+
+
+def _multipliers(scale: np.float32) -> list[np.float32]:
+    """What a kernel may multiply by: the correctly rounded reciprocal times a power of two, or, lifted, a number near it."""
+    factor = _factor(scale)
+    rounded = np.float32(1) / scale * factor
+    near = [rounded]
+    for end in (np.float32(0), np.float32(1)):
+        near += [np.nextafter(rounded, end), np.nextafter(np.nextafter(rounded, end), end)]
+    return [rounded] if factor == 2.0**-14 else near
+
+
+def _codes(multiplier: np.float32, saturate: bool) -> np.ndarray:
+    """Of every magnitude, as `e2m1_ptx.octet_codes` makes them."""
+    with np.errstate(over="ignore", under="ignore"):
+        half = (VALUES * multiplier).astype(np.float16).view(np.uint16).astype(np.uint32)
+    half = np.minimum(half, 0x0E00) if saturate else half
+    return (half + 0xFF + ((half >> 9) & 1)) >> 9
+
+
+def _constant(name: str, sf: str) -> int:
+    found = re.search(rf"\b{name} = (\d+);", codec.source(cache_geometry(GROUPS[sf], 1), 16))
     assert found, name
-    return int(found.group(1), 16)
+    return int(found.group(1))
 
 
-def _multipliers() -> list[np.float32]:
-    e4m3 = decode_e4m3(torch.arange(1, 127, dtype=torch.uint8)).numpy()
-    return [*(np.float32(1) / value for value in e4m3), *(np.float32(2.0 ** (127 - b)) for b in range(1, 255))]
+def _fits(amax: np.ndarray, sf: str) -> np.ndarray:
+    if sf == "ue8m0":
+        return amax < _constant("INF", sf)
+    uncovered = (amax >= _constant("UNCOVERED_FROM", sf)) & (amax <= _constant("UNCOVERED_TO", sf))
+    return (amax <= _constant("COVERED", sf)) & ~uncovered
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_e2m1_encoder_is_exact(part: int) -> None:
-    """fp16 scaled by 2^-14, with the nudge: every magnitude under every multiplier that a scale can give."""
-    above, nudge = _constant("ABOVE_TIES"), _constant("NUDGE")
-    value = (POSITIVE << 16).view(np.float32)
-    for multiplier in _multipliers()[part::4]:
-        bits = multiplier.view(np.uint32)
-        if bits & 0x7FFFFF == above:
-            bits = np.uint32(bits + nudge)
+@pytest.mark.parametrize("sf", GROUPS)
+@pytest.mark.parametrize("part", range(2))
+def test_e2m1_encoder_is_exact(sf: str, part: int) -> None:
+    """fp16 scaled by 2^-14, with the lift: every magnitude under every scale; without a clamp, those of groups that fit."""
+    rows = torch.zeros((len(VALUES), 16), dtype=torch.bfloat16)
+    rows[:, 3] = torch.from_numpy(VALUES).bfloat16()
+    scales = quantize(rows, GROUPS[sf])[1].reshape(-1)
+    fits = _fits(POSITIVE, sf)
+    for byte in torch.unique(scales).tolist()[part::2]:
+        scale = SCALE_OF[sf](torch.tensor([byte], dtype=torch.uint8)).numpy().astype(np.float32)[0]
         with np.errstate(over="ignore", under="ignore"):
-            half = (value * (bits.view(np.float32) * np.float32(2.0**-14))).astype(np.float16).view(np.uint16).astype(np.uint32)
-            need = encode_e2m1(torch.from_numpy(value * multiplier)).numpy()
-        magnitude = np.minimum(half, 0x0E00)
-        code = (((magnitude + 0xFF + ((magnitude >> 9) & 1)) << 3) & 0x7000) >> 12
-        assert np.array_equal(code, need), f"multiplier {multiplier}"
+            need = encode_e2m1(torch.from_numpy(VALUES * (np.float32(1) / scale))).numpy()
+        here = (scales == byte).numpy() & fits
+        most = POSITIVE[here].max() if here.any() else -1
+        within = most >= POSITIVE
+        for multiplier in _multipliers(scale):
+            assert np.array_equal(_codes(multiplier, saturate=True), need), f"scale {scale}"
+            assert np.array_equal(_codes(multiplier, saturate=False)[within], need[within]), f"scale {scale}, without a clamp"
+
+
+def test_what_does_not_fit_is_little() -> None:
+    """Only magnitudes that could overflow a code without the clamp, and some between them, take the long way."""
+    amax = POSITIVE[~_fits(POSITIVE, "e4m3")]
+    small = amax[amax < _constant("COVERED", "e4m3")]
+    assert 0 < len(small) <= 145
+    assert (VALUES[small] >= 7 * 2.0**-9).all() and (VALUES[small] <= 15 * 2.0**-9).all()
+    assert VALUES[_constant("COVERED", "e4m3")] == 6 * E4M3_MAX
+    assert _fits(POSITIVE, "ue8m0").all()
 
 
 def test_the_nudge_is_needed() -> None:

@@ -94,7 +94,7 @@ def _check_fp8_load(ptx: str) -> None:
 
 def _check_no_format_branch(sources: dict[str, str]) -> None:
     """Each kernel holds one codec, and takes nothing at run time that could choose among several."""
-    marks = {"e4m3": "scaled_pair", "e2m1": "ABOVE_TIES"}
+    marks = {"e4m3": "scaled_pair", "e2m1": "0x1.006p-14f"}
     for name, text in sources.items():
         layout = layout_of(name)
         for dtype, mark in marks.items():

@@ -27,7 +27,8 @@ OPS = {
 
 #: kernel -> where its shape has the tokens, or the thread blocks of a table of indices, that are few
 PLACES = {
-    "cuda_tilelang": {"store": 2, "store_index": 2, "fused": 3, "load_bulk": 2}
+    "cuda_tilelang": {"store": 2, "store_index": 2, "load_bulk": 2}
+    | dict.fromkeys(("fused", "fused_index", "chunk", "chunk_index"), 4)
     | dict.fromkeys(("convert", "cat", "expand", "window"), 2),
     "portable_triton": {"store_few": 1, "load_few": 1, "slots_few": 1, "fused_few": 1},
 }
@@ -77,4 +78,13 @@ def no_call_is_small(backend: str) -> Iterator[None]:
         return shape if at is None else (*shape[:at], 0, *shape[at + 1 :])
 
     with shapes_changed(modules, without_few):
+        yield
+
+
+@contextmanager
+def every_fused_store_is_a_chunk() -> Iterator[None]:
+    """Inside, `cuda_tilelang`'s table says that its kernels for prefill chunks are for any number of tokens."""
+    from kvhal.backends.cuda_tilelang import fused
+
+    with shapes_changed((fused,), lambda kernel, shape: (*shape[:-1], 1 << 20 if kernel.startswith("chunk") else 0)):
         yield

@@ -16,7 +16,7 @@ from kvhal.interface import Backend
 from kvhal.registry import BUILTIN_BACKENDS, backends
 from kvhal.testing.platforms import PLATFORMS
 from kvhal.tuning import Choice, Figure, Key, Table
-from kvhal.warm import MANY
+from kvhal.warm import CHUNK, MANY
 from tests.gpu.small_calls import PLACES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -86,7 +86,11 @@ def test_defaults_are_small() -> None:
     for (kernel, _), shape in tilelang.defaults.items():
         plain = kernel in ("convert", "cat", "expand", "window", "plan")
         threads = (
-            shape[0] if plain else shape[1] if kernel in ("raw", "load_bulk") else 32 * shape[0 if kernel == "fused" else 1]
+            shape[0]
+            if plain
+            else shape[1]
+            if kernel in ("raw", "load_bulk")
+            else 32 * shape[0 if kernel.startswith(("fused", "chunk")) else 1]
         )
         assert threads <= 256
     for (kernel, _), shape in triton.defaults.items():
@@ -109,6 +113,18 @@ def test_a_warmup_reaches_the_kernels_for_many_tokens() -> None:
         ]
         few += [shape[PLACES[name][kernel]] for (kernel, _), shape in shapes if kernel in PLACES[name]]
     assert len(few) > 20 and max(few) < MANY
+
+
+def test_a_warmup_reaches_the_kernels_for_chunks() -> None:
+    table = TUNED["cuda_tilelang"]
+    assert table is not None
+    found = 0
+    for kernel, dtype in table.defaults:
+        if kernel.startswith("chunk"):
+            few, most = (table.shape_of("sm_90", name, dtype)[-1] for name in (kernel.replace("chunk", "fused"), kernel))
+            found += few < most
+            assert most <= few or few < CHUNK <= most, kernel
+    assert found == 3
 
 
 def test_a_table_refuses_what_no_default_has() -> None:
