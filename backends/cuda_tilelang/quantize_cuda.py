@@ -115,6 +115,7 @@ __device__ __forceinline__ float scale_value(u32 sf) { return __uint_as_float(sf
 ENCODE = {
     # A power of two times a bf16 is exact in bf16, two at a time, down to where e4m3 has only zeros.
     "e4m3": r"""
+constexpr bool SATURATES = false;  // beyond what the cast does itself
 __device__ __forceinline__ bool fits(u32 amax) { return amax < INF; }
 __device__ __forceinline__ u32 scaled_pair(u32 pair, float multiplier) {
   if constexpr (POWER_OF_TWO) {
@@ -132,9 +133,10 @@ template <bool SATURATE> __device__ __forceinline__ void encode(u32 data[2], con
     # Two elements a register, as fp16 scaled by 2^-14, where e2m1's subnormal is one of fp16's: the code is then the rounded
     # upper bits. fp16 keeps every tie a tie and every other value off it (tests/compile proves it for all inputs).
     "e2m1": r"""
+constexpr bool SATURATES = !POWER_OF_TWO;  // where a group does not fit
 // finite, and its scale covers it: nothing would round to more than 6
 __device__ __forceinline__ bool fits(u32 amax) {
-  return POWER_OF_TWO ? amax < INF : amax <= COVERED && amax - UNCOVERED_FROM > UNCOVERED_TO - UNCOVERED_FROM;
+  return SATURATES ? amax <= COVERED && amax - UNCOVERED_FROM > UNCOVERED_TO - UNCOVERED_FROM : amax < INF;
 }
 template <bool SATURATE> __device__ __forceinline__ void encode(u32 data[1], const u32 raw[4], float scaled) {
   if constexpr (SATURATE) {
@@ -153,7 +155,7 @@ __device__ __forceinline__ void magnitudes(u32 m[ROUNDS], const u32* raw) {
 #pragma unroll
   for (int h = 0; h < ROUNDS; ++h, raw += 4) m[h] = larger(larger(raw[0], raw[1]), larger(raw[2], raw[3]));
 }
-// where some group does not fit; each lane works out all of its octets' scales, and keeps its own
+// where some are not numbers; each lane works out the scales of all of its octets, and keeps its own
 __device__ __forceinline__ void quantize_any(u32* data, u32* sf, u32* raw, int lane) {
   u32 m[ROUNDS];
   bool poisoned[ROUNDS];
@@ -179,27 +181,32 @@ __device__ __forceinline__ void quantize_any(u32* data, u32* sf, u32* raw, int l
     if (lane % SPLIT == lane_of(h)) sf[h % SCALES] = poisoned[h] ? SF_NAN : byte;
   }
 }
-__device__ __forceinline__ void quantize(u32* data, u32* sf, u32* raw) {
-  const int lane = threadIdx.x;
-  u32 m[ROUNDS];
-  magnitudes(m, raw);
-  reduce_own(m, lane);
-  bool rare = false;
-#pragma unroll
-  for (int i = 0; i < SCALES; ++i) rare |= !fits(m[i]);
-  if (__any_sync(0xFFFFFFFFu, rare)) return quantize_any(data, sf, raw, lane);
+// where all of them are numbers
+template <bool SATURATE> __device__ __forceinline__ void quantize_numbers(u32* data, u32* sf, const u32* raw, const u32* own) {
   float multiplier[SCALES];
 #pragma unroll
   for (int i = 0; i < SCALES; ++i) {
     if (i % DEPTH == 0) {
-      sf[i] = scale(m[i], multiplier[i]);
+      sf[i] = scale(own[i], multiplier[i]);
     } else {
       sf[i] = sf[i - 1];
       multiplier[i] = multiplier[i - 1];
     }
   }
 #pragma unroll
-  for (int h = 0; h < ROUNDS; ++h) encode<false>(data + DATA_WORDS * h, raw + 4 * h, of_round(multiplier, h));
+  for (int h = 0; h < ROUNDS; ++h) encode<SATURATE>(data + DATA_WORDS * h, raw + 4 * h, of_round(multiplier, h));
+}
+__device__ __forceinline__ void quantize(u32* data, u32* sf, u32* raw) {
+  const int lane = threadIdx.x;
+  u32 m[ROUNDS];
+  magnitudes(m, raw);
+  reduce_own(m, lane);
+  bool fit = true, numbers = true;
+#pragma unroll
+  for (int i = 0; i < SCALES; ++i) { fit &= fits(m[i]); numbers &= m[i] < INF; }
+  if (!__any_sync(0xFFFFFFFFu, !fit)) return quantize_numbers<false>(data, sf, raw, m);
+  if (SATURATES && !__any_sync(0xFFFFFFFFu, !numbers)) return quantize_numbers<true>(data, sf, raw, m);
+  quantize_any(data, sf, raw, lane);
 }
 // the scales of all rounds
 __device__ __forceinline__ void spread(u32* all, const u32* sf) {

@@ -73,12 +73,23 @@ class OnGpu:
 @cache
 def host_function(factory: Any, *arguments: Any) -> Callable[..., Any]:
     """The host function of ``factory(*arguments)``; what it would launch is looked up among TVM's global functions."""
+    return host_and_source(factory, *arguments)[0]
+
+
+def host_and_source(factory: Any, *arguments: Any) -> tuple[Callable[..., Any], str]:
+    """A host function that has launched nothing, since it keeps what it found the first time; the CUDA source of its kernel."""
     goal = target("sm_90")
     with tvm.transform.PassContext(opt_level=3, config=PASS_CONFIGS), goal:
-        built = lower(factory(*arguments), target=goal, enable_host_codegen=True, enable_device_compile=False).rt_mod
-    built.clear_imports()
-    function: Callable[..., Any] = tvm.runtime.Executable(built).jit()["main"]
-    return function
+        built = lower(factory(*arguments), target=goal, enable_host_codegen=True, enable_device_compile=False)
+    built.rt_mod.clear_imports()
+    return tvm.runtime.Executable(built.rt_mod).jit()["main"], str(built.kernel_source)
+
+
+def register(name: str, function: Callable[..., Any]) -> None:
+    """Registers a global function of TVM's, for good: on exit TVM would let go of it when Python is no more, and crash."""
+    kept = tvm_ffi.convert(function)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    tvm_ffi.register_global_func(name, kept, override=True)
 
 
 _log: list[str] = []
@@ -92,9 +103,9 @@ def launches() -> Iterator[list[str]]:
         list[str]: the names of those that were launched.
     """
     current = tvm_ffi.get_global_func("__tvm_set_device")
-    tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
+    register("__tvm_set_device", lambda *_: None)
     for name in KERNELS:  # host functions keep what they find
-        tvm_ffi.register_global_func(f"{name}_kernel", lambda *_, name=name: _log.append(name), override=True)
+        register(f"{name}_kernel", lambda *_, name=name: _log.append(name))
     _log.clear()
     try:
         yield _log
