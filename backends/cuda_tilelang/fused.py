@@ -44,6 +44,8 @@ from kvhal.tuning import MULTIPROCESSORS, Shape
 
 FEW_FUSED_BLOCKS = 264  #: as build.FEW_BLOCKS, of `few_kernel`
 FEW_WARPS = 4  #: of a thread block of `few_kernel`, one for each scheduler of a multiprocessor
+#: warps of a thread block, thread blocks of a multiprocessor: registers and shared memory for more octets a lane than are tuned
+LARGE = (4, 2)
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
 FLOAT_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -107,9 +109,7 @@ def kernels_of(layout: KVCacheFormat, arch: str) -> list[tuple[Any, tuple[Shape,
 
 def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: Shape, counts: Counts = ANY_COUNT) -> Any:
     """Each warp carries some tokens after others through the stages, the next ones' rows on their way. See Stages, tuned.py."""
-    geometry, (warps, passes, held, most) = cache_geometry(layout, block_size), shape[:4]
-    octets = Octets.of(layout, most if stages.input_dtype == "bfloat16" else TUNED_ROUNDS)
-    held = held if octets.rounds <= most else 2  # larger records need the registers of several
+    geometry, passes, (octets, warps, held) = cache_geometry(layout, block_size), shape[1], placement(layout, stages, shape)
     rounds, lanes, tokens = octets.rounds, octets.lanes, octets.tokens_a_warp * warps  # of a thread block
     prelude = fused_source(geometry, stages, octets, tokens, staged=True)
     types = parameter_types(geometry, stages)
@@ -165,6 +165,14 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
                 at += ahead
 
     return fused
+
+
+def placement(layout: KVCacheFormat, stages: Stages, shape: Shape) -> tuple[Octets, int, int]:
+    """How a record lies on lanes, warps of a thread block, and thread blocks that a multiprocessor must hold."""
+    warps, _, held, most = shape[:4]
+    most = most if stages.input_dtype == "bfloat16" else min(most, TUNED_ROUNDS)  # fp32 rows take twice the registers
+    octets = Octets.of(layout, most)
+    return octets, *((warps, held) if octets.rounds <= most else LARGE)
 
 
 def whole_waves(tiles: Any, wave: int, passes: int) -> Any:

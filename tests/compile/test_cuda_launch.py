@@ -207,3 +207,18 @@ def test_more_segments_than_a_grid_holds_are_refused(log: list[tuple[Any, ...]])
     with pytest.raises(ValueError, match=f"load_segments: has {most + 1} rows, .* takes {most} at a time; pass it in parts"):
         launch(cache, segments.expand(most + 1, 4), 3, out, None)
     assert len(log) == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "an untuned one"])
+@pytest.mark.parametrize("rows", ["bfloat16", "float32"])
+def test_every_rotation_fits_into_shared_memory(arch: str, rows: str) -> None:
+    """All of a row in Neox style, beside staged weights: what a launch has without asking for more."""
+    for elements in range(8, 2048 + 8, 8):
+        layout = kvhal.KVCacheFormat("e4m3", elements, 8, 0, True, "ue8m0", "", token_interleaved=True)
+        stages = fused.Stages(rows, "float32", fused.Rope(0, elements, True, "int64"), False, "int64", False, 16)
+        for factory, shapes, _ in fused.kernels_of(layout, arch):
+            if factory is fused.fused_kernel:
+                octets, warps, held = fused.placement(layout, stages, *shapes)
+                tokens, weights = octets.tokens_a_warp * warps, octets.lanes * octets.rounds * 8
+                assert 4 * (tokens * elements + weights) <= 48 << 10, elements
+                assert warps * held <= 8 or octets.rounds <= 4, "records of more octets a lane have the registers of several"
