@@ -133,7 +133,8 @@ def test_sums_of_squares_are_taken_in_one_order(tmp_path: Path) -> None:
         sources[f"norm{i}"] = fused_source(cache_geometry(layout, 1), stages, each, 128 // each.lanes, staged=False) + NORM
     programs, generator, n = Programs(sources, tmp_path), torch.Generator().manual_seed(23), 100
     for i, (layout, each) in enumerate(zip(layouts, octets, strict=True)):
-        rows, weight = torch.randn((n, layout.elements), generator=generator).bfloat16(), torch.randn(layout.elements)
+        rows = torch.randn((n, layout.elements), generator=generator).bfloat16()
+        weight = torch.randn(layout.elements, generator=generator)
         out = torch.zeros((n, layout.elements))
         programs.run(f"norm{i}", -(-n * each.lanes // 128), 128, rows, weight, out, 1e-6, n)
         assert torch.equal(out, rms_norm(widen(rows), weight, 1e-6)), each
