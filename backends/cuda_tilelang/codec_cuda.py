@@ -64,6 +64,8 @@ template <int BYTES, int ALIGN> __device__ __forceinline__ void put(void* p, con
 }
 // A hint that reads nothing: what L2 holds is always what was written last
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+// An address that is worked out here, in front of a wait, and not behind it where it is used
+__device__ __forceinline__ void ready(const void* p) { asm volatile("" :: "l"(__cvta_generic_to_global(p))); }
 __device__ __forceinline__ void get_row(u32* r, const void* p) { get<16, ROW_ALIGN>(r, p); }
 __device__ __forceinline__ void put_row(void* p, const u32* r) { put<16, ROW_ALIGN>(p, r); }
 __device__ __forceinline__ void get_data(u32* r, const void* p) { get<DATA_BYTES, CACHE_ALIGN>(r, p); }

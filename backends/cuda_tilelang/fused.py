@@ -227,7 +227,7 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, counts: C
             lane = T.get_thread_binding() % lanes
             token = program * tokens + T.get_thread_binding() // lanes
             early = T.ceildiv(n, tokens) <= FEW_FUSED_BLOCKS
-            hint(early, slots, positions, n, token, lane)
+            hint(early, weight, slots, positions, n, token, lane)
             await_rows(early, kv, token, n, lane)
             place[0] = T.int64(-1)
             for w in T.unroll(rounds * words):

@@ -186,11 +186,18 @@ def value_writer(geometry: CacheGeometry, stages: Stages, octets: Octets) -> Any
 
 
 def metadata_hint(stages: Stages) -> Any:
-    """A macro that brings a token's slot and position to L2 where the kernel starts early: a hint, as `row_waiter`'s."""
-    with_slots, with_rope = stages.slot_dtype is not None, stages.rope is not None
+    """A macro that has ready, ahead of the wait, where a lane reads besides its row, and brings a token's slot and position to
+    L2 where the kernel starts early: a hint, as `row_waiter`'s."""
+    with_slots, with_rope, with_norm = stages.slot_dtype is not None, stages.rope is not None, stages.weight_dtype is not None
 
     @T.macro
-    def hint(early, slots, positions, n, token, lane):
+    def hint(early, weight, slots, positions, n, token, lane):
+        if with_norm:
+            call("kv::ready", T.address_of(weight[lane * OCTET]))
+        if with_slots:
+            call("kv::ready", T.address_of(slots[token]))
+        if with_rope:
+            call("kv::ready", T.address_of(positions[token]))
         if early & (token < n) & (lane == 0):
             if with_slots:
                 call("kv::prefetch", T.address_of(slots[token]))
