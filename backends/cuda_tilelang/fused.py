@@ -32,6 +32,7 @@ from kvhal.backends.cuda_tilelang.fused_stages import (
     token_reader,
     turn_reader,
     value_writer,
+    weight_reader,
 )
 from kvhal.backends.cuda_tilelang.host import ANY_COUNT, Counts, launch_only_if
 from kvhal.backends.cuda_tilelang.store import row_waiter
@@ -42,8 +43,9 @@ from kvhal.layout import cache_geometry
 from kvhal.operands import tensors_only
 from kvhal.tuning import MULTIPROCESSORS, Shape
 
-FEW_FUSED_BLOCKS = 264  #: as build.FEW_BLOCKS, of `few_kernel`
-FEW_WARPS = 4  #: of a thread block of `few_kernel`, one for each scheduler of a multiprocessor
+#: of few tokens (see tuned.py): a warp for each scheduler of a multiprocessor, as many lanes a token as there may be; up to so
+#: many thread blocks a multiprocessor the next kernel may start early
+FEW = (4, 1, 6, 1)
 #: warps of a thread block, thread blocks of a multiprocessor: registers and shared memory for more octets a lane than are tuned
 LARGE = (4, 2)
 MAX_TOKENS = 2**30  #: tokens are counted in 32 bits
@@ -77,8 +79,8 @@ def bind_fused_store(request: Request) -> Launcher:
         key = (stages, bisect_left(limits, kv.shape[0]))
         run = built.get(key)
         if run is None:
-            factory, shapes, counts = kernels[key[1]]
-            arguments = (factory, layout, block_size, stages, *shapes, counts)
+            factory, shape, counts = kernels[key[1]]
+            arguments = (factory, layout, block_size, stages, shape, counts)
             run = built[key] = kernel(*arguments, platform=request.platform, device=kv.device)
         return partial(run, 0.0 if norm is None else float(norm.eps))
 
@@ -90,19 +92,15 @@ def _rope(rope: RopeArgs, elements: int) -> Rope:
     return Rope(begin, rope.rope_dim, rope.is_neox_style, SLOT_DTYPES[rope.positions.dtype])
 
 
-def kernels_of(layout: KVCacheFormat, arch: str) -> list[tuple[Any, tuple[Shape, ...], Counts]]:
-    """The factories for growing numbers of tokens, the shapes that they take, and the least and most tokens of each."""
+def kernels_of(layout: KVCacheFormat, arch: str) -> list[tuple[Any, Shape, Counts]]:
+    """The factories for growing numbers of tokens, their shapes, and the least and most tokens of each."""
     kind = "_index" if layout.is_index else ""
     chunk, many = (shape_of(arch, name + kind, layout.quantized_dtype) for name in ("chunk", "fused"))
-    found: list[tuple[Any, tuple[Shape, ...], Counts]] = []
+    found: list[tuple[Any, Shape, Counts]] = []
     least = 1
-    for factory, shapes, most in (
-        (few_kernel, (), many[-1]),
-        (fused_kernel, (chunk,), chunk[-1]),
-        (fused_kernel, (many,), MAX_TOKENS),
-    ):
+    for shape, most in ((FEW, many[-1]), (chunk, chunk[-1]), (many, MAX_TOKENS)):
         if least <= most:
-            found.append((factory, shapes, (least, most)))
+            found.append((one_token_kernel if shape[1] == 1 else fused_kernel, shape, (least, most)))
             least = most + 1
     return found
 
@@ -116,8 +114,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
     n, kv_stride, max_position = T.cast(types.n, "int32"), types.kv_stride, types.max_position
     words, turn_count = INPUT_WORDS[stages.input_dtype], stages.rope.turns(octets) if stages.rope else 1
     wave, with_norm = MULTIPROCESSORS * held, stages.weight_dtype is not None
-    stage_weights = f"kv::stage_{TYPE_NAMES.get(str(stages.weight_dtype))}"
-    fetch, fetch_turns = token_reader(stages, octets), turn_reader(stages)
+    fetch, fetch_turns, fetch_weights = token_reader(stages, octets), turn_reader(stages), weight_reader(stages, octets, True)
     await_rows, finish = row_waiter(octets), value_writer(geometry, stages, octets)
     fit = operands_fit(geometry, stages, types, counts)
 
@@ -150,9 +147,7 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
             for w in T.unroll(rounds * words):
                 raw[w] = T.uint32(0)
             fetch(kv, at, slots, positions, n, token, lane, raw, slot, place)
-            if with_norm:
-                call(stage_weights, T.address_of(factors[0]), T.address_of(weight[0]))
-                T.sync_threads()
+            fetch_weights(factors, weight, lane)
             first = T.alloc_var("int32", init=program * tokens)  # of the thread block's
             while first < n:
                 where = T.alloc_var("int64", init=slot[0])
@@ -170,6 +165,8 @@ def fused_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: 
 def placement(layout: KVCacheFormat, stages: Stages, shape: Shape) -> tuple[Octets, int, int]:
     """How a record lies on lanes, warps of a thread block, and thread blocks that a multiprocessor must hold."""
     warps, _, held, most = shape[:4]
+    if most == 1:
+        return few_octets(layout, stages), warps, held
     most = most if stages.input_dtype == "bfloat16" else min(most, TUNED_ROUNDS)  # fp32 rows take twice the registers
     octets = Octets.of(layout, most)
     return octets, *((warps, held) if octets.rounds <= most else LARGE)
@@ -189,23 +186,24 @@ def few_octets(layout: KVCacheFormat, stages: Stages) -> Octets:
     return octets if octets.lanes == WARP and together else replace(octets, lanes=2 * octets.lanes, rounds=1)
 
 
-def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, counts: Counts = ANY_COUNT) -> Any:
-    """As `fused_kernel` without a second token for any lane: all that one needs is asked for at once, weights to registers."""
-    geometry, octets = cache_geometry(layout, block_size), few_octets(layout, stages)
+def one_token_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, shape: Shape, counts: Counts = ANY_COUNT) -> Any:
+    """As `fused_kernel` without a second token for any lane: all that one needs is asked for at once."""
+    geometry, (octets, warps, held) = cache_geometry(layout, block_size), placement(layout, stages, shape)
     rounds, lanes, words, rope = octets.rounds, octets.lanes, INPUT_WORDS[stages.input_dtype], stages.rope
-    threads = FEW_WARPS * WARP
+    threads = warps * WARP
     tokens, turn_count = threads // lanes, rope.turns(octets) if rope else 1
     types = parameter_types(geometry, stages)
     n, kv_stride, max_position = T.cast(types.n, "int32"), types.kv_stride, types.max_position
-    with_norm = stages.weight_dtype is not None
-    weight_words, weight_type = INPUT_WORDS.get(str(stages.weight_dtype), 1), TYPE_NAMES.get(str(stages.weight_dtype))
+    wave, with_norm, staged = MULTIPROCESSORS * held, stages.weight_dtype is not None, shape[3] > 1
+    weights_to, weight_count = (T.alloc_shared, lanes * rounds * OCTET) if staged else (T.alloc_local, rounds * OCTET)
     hint, fetch, fetch_turns = metadata_hint(stages), token_reader(stages, octets), turn_reader(stages)
     await_rows, finish = row_waiter(octets), value_writer(geometry, stages, octets)
+    fetch_weights = weight_reader(stages, octets, staged)
     fit = operands_fit(geometry, stages, types, counts)
-    prelude = fused_source(geometry, stages, octets, tokens, staged=False)
+    prelude = fused_source(geometry, stages, octets, tokens, staged=staged)
 
     @T.prim_func
-    def fused_few(
+    def fused_one(
         eps: T.float32,
         kv: types.kv,
         weight: types.weight,
@@ -216,35 +214,28 @@ def few_kernel(layout: KVCacheFormat, block_size: int, stages: Stages, counts: C
         back: types.back,
     ):
         launch_only_if(fit(kv, weight, cos_sin, cache, back))
-        with T.Kernel(evenly(T.ceildiv(n, tokens), FEW_FUSED_BLOCKS), threads=threads, prelude=prelude) as program:
+        with T.Kernel(evenly(T.ceildiv(n, tokens), wave), threads=threads, prelude=prelude) as program:
+            T.annotate_min_blocks_per_sm(held if staged else 1)
             raw = T.alloc_local((rounds * words,), "uint32")
-            raw_weights = T.alloc_local((rounds * weight_words,), "uint32")
             values = T.alloc_local((rounds * OCTET,), "float32")
-            factors = T.alloc_local((rounds * OCTET,), "float32")
+            factors = weights_to((weight_count if with_norm else 4,), "float32")
             slot = T.alloc_local((1,), "int64")
             place = T.alloc_local((1,), "int64")  # position
             turns = T.alloc_local((turn_count,), "float32")  # cosines and sines
             lane = T.get_thread_binding() % lanes
             token = program * tokens + T.get_thread_binding() // lanes
-            early = T.ceildiv(n, tokens) <= FEW_FUSED_BLOCKS
-            hint(early, weight, slots, positions, n, token, lane)
+            early = T.ceildiv(n, tokens) <= wave
+            call("kv::ready", T.address_of(kv[token, lane * OCTET]))
+            if not staged:  # at 8,192 tokens it takes 0.1 us more than it saves
+                hint(early, weight, slots, positions, n, token, lane)
             await_rows(early, kv, token, n, lane)
             place[0] = T.int64(-1)
             for w in T.unroll(rounds * words):
                 raw[w] = T.uint32(0)
             fetch(kv, T.cast(token, "int64") * kv_stride + lane * OCTET, slots, positions, n, token, lane, raw, slot, place)
-            if with_norm:
-                if octets.padded:
-                    for w in T.unroll(rounds * weight_words):
-                        raw_weights[w] = T.uint32(0)
-                for h in T.unroll(rounds):
-                    if h * lanes + lane < octets.count:
-                        at = (h * lanes + lane) * OCTET
-                        call(f"kv::fetch_{weight_type}", T.address_of(raw_weights[h * weight_words]), T.address_of(weight[at]))
+            fetch_weights(factors, weight, lane)
             fetch_turns(turns, cos_sin, place, max_position, lane)
             call(f"kv::widen_{TYPE_NAMES[stages.input_dtype]}", T.address_of(values[0]), T.address_of(raw[0]))
-            if with_norm:
-                call(f"kv::widen_{weight_type}", T.address_of(factors[0]), T.address_of(raw_weights[0]))
             finish(values, factors, eps, turns, lane, cache, slot[0], types.blocks * block_size, back, n, token)
 
-    return fused_few
+    return fused_one

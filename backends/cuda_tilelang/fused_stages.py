@@ -227,6 +227,32 @@ def token_reader(stages: Stages, octets: Octets) -> Any:
     return fetch
 
 
+def weight_reader(stages: Stages, octets: Octets, staged: bool) -> Any:
+    """A macro that gets the weights: the thread block's to shared memory (`staged`), or a lane's own to registers."""
+    name, rounds, lanes = TYPE_NAMES.get(str(stages.weight_dtype)), octets.rounds, octets.lanes
+    words = INPUT_WORDS.get(str(stages.weight_dtype), 1)
+
+    @T.macro
+    def fetch_weights(factors, weight, lane):
+        if stages.weight_dtype is not None:
+            if staged:
+                call(f"kv::stage_{name}", T.address_of(factors[0]), T.address_of(weight[0]))
+                T.sync_threads()
+            else:
+                raw = T.alloc_local((rounds * words,), "uint32")
+                if octets.padded:
+                    for w in T.unroll(rounds * words):
+                        raw[w] = T.uint32(0)
+                for h in T.unroll(rounds):
+                    if h * lanes + lane < octets.count:
+                        call(
+                            f"kv::fetch_{name}", T.address_of(raw[h * words]), T.address_of(weight[(h * lanes + lane) * OCTET])
+                        )
+                call(f"kv::widen_{name}", T.address_of(factors[0]), T.address_of(raw[0]))
+
+    return fetch_weights
+
+
 def turn_reader(stages: Stages) -> Any:
     """A macro that starts the loads of a lane's cosines and sines at a position; none of a position that does not exist."""
 

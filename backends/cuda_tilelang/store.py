@@ -90,7 +90,8 @@ def store_kernel(
             early = T.ceildiv(n, step * warps) <= FEW_STORE_BLOCKS
             if early:
                 call("kv::prefetch", T.address_of(slots[T.min(first, n - 1)]))
-            await_rows(early, kv, T.min(first, n - 1), n, lane)
+            call("kv::ready", T.address_of(kv[T.min(first, n - 1), lane * OCTET]))
+            await_rows(early, kv, first, n, lane)
             for i in T.unroll(tokens):
                 row = T.min(first + i * side, n - 1)  # past the last token: its row again, for no slot
                 slot[i] = T.if_then_else(first + i * side < n, T.cast(slots[row], "int64"), T.int64(-1))
@@ -114,7 +115,6 @@ def row_waiter(octets: Octets) -> Any:
 
     @T.macro
     def await_rows(early, kv, row, n, lane):
-        call("kv::ready", T.address_of(kv[row, lane * OCTET]))
         if early:
             T.pdl_trigger()
             if row < n:

@@ -6,10 +6,11 @@ store, store_index  (the same two, tokens up to which a warp takes one round onl
 load_bulk           (tokens that a thread block copies, its threads, tokens up to which `load` is sooner)
 raw                 (rows of an index layout that a thread block copies, its threads)
 fused, fused_index  (warps of a thread block, tokens that a lane takes one after another where they more than fill the device,
-                    thread blocks that a multiprocessor must hold, octets of a token that a lane holds, tokens up to which no
-                    lane gets a second one), of main and of index layouts
-chunk, chunk_index  the same for a prefill chunk; in the end the tokens up to which it is sooner than the other: V41_FORMAT took
-                    7.63 us at 12,288 tokens with it and 8.13 without, at 24,576 with a shape much like it 13.2 and 13.0
+                    thread blocks that a multiprocessor must hold, octets of a token that a lane holds, tokens up to which few
+                    are taken otherwise), of main and of index layouts
+chunk, chunk_index  the same for a prefill chunk, in the end the tokens up to which it is sooner than the other; where a lane
+                    takes one token only, none waits in registers, and 64 a thread do for as many as fill a multiprocessor:
+                    V41_FORMAT took 5.14 us at 8,192 tokens so, and 5.89 with half as many at a time, one after another
 convert, cat,       (threads of a thread block, entries that each takes, thread blocks up to which each takes one only)
 expand, window
 plan                (threads of a thread block,), one a segment
@@ -44,10 +45,11 @@ FUSED = "fused_norm_rope_hadamard_cast_store_kvcache"
 ONE_ROUND = (1, 4)
 #: one round of a store of e2m1 took 4.8 us at 8,192 tokens and 1.3 at 64, four rounds 5.6 and 2.1 (the file of `streamed`)
 FEW = 16384
-#: V41_FORMAT's fused store took 1.39 us at 512 tokens and 2.35 at 1,024 so, 1.80 and 2.27 as chunks; FP4_INDEX_KV_FORMAT's
-#: 2.65 at 4,096 and 3.59 at 8,192, as chunks 2.84 and 3.24
-FEW_FUSED, FEW_FUSED_INDEX = 768, 4096
-NO_CHUNK = 0  #: the kernel for many tokens takes what `few_kernel` does not
+#: V41_FP4_FORMAT's fused store took 2.24 us at 1,536 tokens and 2.89 at 2,048 so, as chunks 2.48 and 2.70;
+#: FP4_INDEX_KV_FORMAT's 2.61 at 6,144 and 3.41 at 8,192, as chunks 2.96 and 3.12
+FEW_FUSED, FEW_FUSED_INDEX = 1536, 6144
+ONE_WAVE = 8448  #: tokens, two a warp of eight in four thread blocks a multiprocessor
+NO_CHUNK = 0  #: the kernel for many tokens takes what are not few
 FEW_TABLE = 1056  #: kv_index_cat took 0.83 us for 8,192 entries so and 1.42 with four a thread, for 8 million 79.8 and 24.5
 #: V41_FORMAT's load took 7.36 us at 16,384 tokens by bulk copies, 7.79 without, and at 8,192 4.38 and 4.31
 FEW_LOAD = 8192
@@ -78,9 +80,9 @@ TABLE = Table(
             ("fused", None): measured((4, 8, 8, 2, FEW_FUSED), FUSED, "BF16_FORMAT", 0.9580),
             ("fused_index", "e4m3"): measured((8, 8, 4, 2, FEW_FUSED_INDEX), FUSED, "MXFP8_INDEX_KV_FORMAT", 0.9256),
             ("fused_index", "e2m1"): measured((4, 16, 5, 4, FEW_FUSED_INDEX), FUSED, "FP4_INDEX_KV_FORMAT", 0.9066),
-            ("chunk", "e4m3"): measured((8, 8, 2, 4, 12288), FUSED, "V41_FORMAT", 0.5910, 8192),
-            ("chunk", "e2m1"): measured((8, 8, 2, 4, 12288), FUSED, "V41_FP4_FORMAT", 0.4936, 8192),
-            ("chunk", None): measured((4, 8, 8, 2, NO_CHUNK), FUSED, "BF16_FORMAT", 0.6555, 8192),
+            ("chunk", "e4m3"): measured((8, 1, 4, 4, ONE_WAVE), FUSED, "V41_FORMAT", 0.5910, 8192),
+            ("chunk", "e2m1"): measured((8, 1, 4, 4, ONE_WAVE), FUSED, "V41_FP4_FORMAT", 0.4936, 8192),
+            ("chunk", None): measured((8, 1, 4, 4, ONE_WAVE), FUSED, "BF16_FORMAT", 0.6555, 8192),
             ("chunk_index", "e4m3"): measured((8, 8, 4, 2, NO_CHUNK), FUSED, "MXFP8_INDEX_KV_FORMAT", 0.3842, 8192),
             ("chunk_index", "e2m1"): measured((8, 8, 4, 2, 32768), FUSED, "FP4_INDEX_KV_FORMAT", 0.3471, 8192),
             ("convert", None): measured((128, 4, FEW_TABLE), "convert_kv_index", "-", 0.2007),

@@ -76,8 +76,8 @@ def _fused() -> dict[str, Job]:
     found: dict[str, Job] = {}
     for name, layout, on in jobs:
         for factory, shape, (_, most) in fused.kernels_of(layout, ARCH):
-            kind = "_few" if factory is fused.few_kernel else "" if most == fused.MAX_TOKENS else "_chunk"
-            found[f"fused{kind}_{name}"] = (factory, layout, 3, on, *shape)
+            kind = "_few" if shape == fused.FEW else "" if most == fused.MAX_TOKENS else "_chunk"
+            found[f"fused{kind}_{name}"] = (factory, layout, 3, on, shape)
     return found
 
 

@@ -42,7 +42,7 @@ FUSED = {
 def test_fused_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All three, with tokens enough for several waves of each: cache and rows that come back are the reference's."""
     layout, octets, dtype, weight_dtype, (dim, neox, offset), with_hadamard = FUSED[name]
-    shapes = {"chunk": (8, 4, 1, octets, CHUNK), "fused": (4, 2, 1, octets, FEW)}
+    shapes = {"chunk": (8, 4 if layout.is_index else 1, 1, octets, CHUNK), "fused": (4, 2, 1, octets, FEW)}
     built: dict[tuple[Any, ...], Any] = {}
 
     def kernel(*what: Any, platform: Platform, device: torch.device) -> Any:

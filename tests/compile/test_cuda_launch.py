@@ -216,9 +216,9 @@ def test_every_rotation_fits_into_shared_memory(arch: str, rows: str) -> None:
     for elements in range(8, 2048 + 8, 8):
         layout = kvhal.KVCacheFormat("e4m3", elements, 8, 0, True, "ue8m0", "", token_interleaved=True)
         stages = fused.Stages(rows, "float32", fused.Rope(0, elements, True, "int64"), False, "int64", False, 16)
-        for factory, shapes, _ in fused.kernels_of(layout, arch):
-            if factory is fused.fused_kernel:
-                octets, warps, held = fused.placement(layout, stages, *shapes)
+        for _, shape, _ in fused.kernels_of(layout, arch):
+            if shape != fused.FEW:
+                octets, warps, held = fused.placement(layout, stages, shape)
                 tokens, weights = octets.tokens_a_warp * warps, octets.lanes * octets.rounds * 8
                 assert 4 * (tokens * elements + weights) <= 48 << 10, elements
                 assert warps * held <= 8 or octets.rounds <= 4, "records of more octets a lane have the registers of several"
