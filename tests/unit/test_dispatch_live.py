@@ -30,7 +30,7 @@ def make(name: str, bind: Any = None, refuse: str = "") -> Backend:
                 bind(request)
             return lambda *arguments: LOG.append(name)
 
-    return Made(name, "a test", (), ("cpu",), check, dict.fromkeys(Op, "nowhere:nothing"))
+    return Made(name, "a test", check, dict.fromkeys(Op, "nowhere:nothing"))
 
 
 @pytest.fixture(autouse=True)
