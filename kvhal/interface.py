@@ -33,6 +33,8 @@ class Op(StrEnum):
 
 #: operations whose kernels depend on a record format
 FORMAT_OPS = (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE)
+#: what a fused store can do to a record before it is quantised
+STAGES = ("norm", "rope", "hadamard")
 
 
 @dataclass(frozen=True)
