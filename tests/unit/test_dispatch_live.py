@@ -75,7 +75,16 @@ def test_order_of_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
     assert call() == "portable_triton"
     file.write_text('[backends]\npreference = ["third"]\n')
     assert call() == "third"
-    monkeypatch.delenv("KVHAL_CONFIG")
+    monkeypatch.setenv("KVHAL_BACKEND", "portable_triton")
+    assert call() == "portable_triton"
+    kvhal.configure(preference=["third"], ops={"kv_index_cat": "reference_torch"})
+    assert call() == "third", "a preference overrules what is forced below it"
+    assert kvhal.explain("kv_index_cat").chosen == "reference_torch", "but not what is forced beside it"
+    kvhal.configure(strict=False)
+    assert call() == "portable_triton", "another setting overrules nothing"
+    kvhal.configure()
+    for name in ("KVHAL_CONFIG", "KVHAL_BACKEND"):
+        monkeypatch.delenv(name)
     assert call() == "reference_torch"
 
 
