@@ -42,7 +42,7 @@ def bind(request: Request) -> Launcher:
     return (lambda a, b: None) if request.op == Op.EXPAND_SWA_INDEX else (lambda a, b, c: None)
 
 
-BACKEND = Backend("null", "nothing: it measures the host", (), ("cpu",), check, dict.fromkeys(Op, "bench_host:bind"))
+BACKEND = Backend("null", "nothing: it measures the host", check, dict.fromkeys(Op, "bench_host:bind"))
 
 
 class Call(NamedTuple):

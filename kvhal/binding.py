@@ -12,8 +12,8 @@ from kvhal.config import Scope, current
 from kvhal.dispatcher import Policy, resolve
 from kvhal.errors import BackendFailure, refusal
 from kvhal.formats import KVCacheFormat
-from kvhal.interface import FORMAT_OPS, Decision, Launcher, Op, Reason, Request
-from kvhal.platform import Platform, detect, on_device
+from kvhal.interface import FORMAT_OPS, STAGES, Decision, Launcher, Op, Reason, Request
+from kvhal.platform import Platform, detect, on_device, usable_device
 from kvhal.registry import backends
 
 log = logging.getLogger("kvhal")
@@ -120,18 +120,31 @@ def explain(
         layout: the record's format; None for index operations.
         device: the tensors' device.
         block_size: tokens a block, where known; index operations do not depend on it.
-        stages: stages of a fused store that are on, out of "norm", "rope", "hadamard".
+        stages: stages of a fused store that are on, out of "norm", "rope", "hadamard"; () for the other operations.
         platform: a platform to ask about instead of the device's own (any machine can be described).
         policy: a policy to ask under instead of the one in force.
 
     Raises:
-        ValueError: `op` is not an operation (the message lists them), or `layout` is missing or means nothing to it.
+        ValueError: `op` is not an operation (the message lists them), `layout` or `stages` is missing or means nothing to it,
+            `device` is none of this machine's, or `block_size` is out of range.
+        TypeError: an argument is of another type.
     """
+    from kvhal.ops.checks import check_int, check_type, reject  # kvhal.ops imports this module
+
     op = Op(op)
+    for name, value, kind in (("layout", layout, KVCacheFormat), ("platform", platform, Platform), ("policy", policy, Policy)):
+        if value is not None:
+            check_type(name, value, kind)
+    if not isinstance(stages, tuple | list) or any(stage not in STAGES for stage in stages):
+        reject("stages", repr(stages), f"a tuple of names out of {', '.join(STAGES)}")
+    if stages and op != Op.FUSED_STORE:
+        reject("stages", repr(stages), f"(): only {Op.FUSED_STORE} has stages")
+    if block_size is not None:
+        block_size = check_int("block_size", block_size, 1)
     if (op in FORMAT_OPS) != (layout is not None):
         need = "the record's format" if op in FORMAT_OPS else "None: index operations handle no records"
         raise ValueError(f"layout: has {layout}, needs {need} for {op}")
     block_size = block_size if op in FORMAT_OPS else None
-    platform = platform_of(torch.device(device), op, layout, block_size) if platform is None else platform
+    platform = platform_of(usable_device(device), op, layout, block_size) if platform is None else platform
     request = Request(op, layout, platform, block_size, tuple(stages))
     return resolve(request, current().policy if policy is None else policy, backends())

@@ -125,7 +125,8 @@ def _layers(override: _Override, configured: _Override) -> list[Layer]:
 def merge(layers: Iterable[Layer]) -> Policy:
     """One policy out of layers, highest precedence first.
 
-    A layer's own operation beats its global backend; any statement of a higher layer beats every statement of a lower one.
+    A layer's own operation beats its global backend, which beats its preference; any statement of a higher layer beats every
+    statement of a lower one: a preference keeps the layers below it from forcing a backend.
     """
     layers = list(layers)
     forced = []
@@ -134,6 +135,7 @@ def merge(layers: Iterable[Layer]) -> Policy:
             name = dict(layer.ops).get(op, layer.backend)
             if name:
                 forced.append((op, name, layer.source))
+            if name or layer.preference is not None:
                 break
 
     def first(setting: str, default: Any) -> Any:
@@ -146,29 +148,36 @@ def make_layer(
     source: str,
     backend: str | None = None,
     ops: Mapping[str, str] | None = None,
-    preference: Iterable[str] | None = None,
+    preference: Iterable[str] | str | None = None,
     strict: bool | None = None,
     simulate: bool | None = None,
 ) -> Layer:
     """A checked layer.
 
     Raises:
-        ConfigError: an unknown backend or operation (the message lists the known ones), a preference that is empty or names a
-            backend twice, or a flag that is neither True, False nor None.
+        ConfigError: an unknown backend or operation (the message lists the known ones), operations that are no mapping, a
+            preference that is empty or names a backend twice, or a flag that is neither True, False nor None.
     """
     for name, flag in (("strict", strict), ("simulate", simulate)):
         if flag is not None and type(flag) is not bool:
             raise ConfigError(f"{source}: {name} has {flag!r}, needs True or False")
+    if not isinstance(ops, Mapping | None):
+        raise ConfigError(f"{source}: ops has {ops!r}, needs a mapping of operations to backends")
     pairs = tuple((check_op(source, op), check_name(source, name)) for op, name in (ops or {}).items())
-    order = None if preference is None else tuple(check_name(source, name) for name in preference)
+    order = None if preference is None else tuple(check_name(source, name) for name in several(preference))
     if order is not None and len(set(order)) != max(len(order), 1):
         raise ConfigError(f"{source}: preference has {list(order)}, needs at least one backend, each once")
     return Layer(source, None if backend is None else check_name(source, backend), pairs, order, strict, simulate)
 
 
+def several(values: Any) -> tuple[Any, ...]:
+    """The values where several may be given; one that is given alone counts as several."""
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
+
+
 def check_name(source: str, name: str) -> str:
     known = backends()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{source}: backend has {name!r}, needs one of {', '.join(known)}")
     return name
 
@@ -181,23 +190,25 @@ def check_op(source: str, op: str) -> Op:
 
 
 @contextmanager
-def use_backend(name: str, ops: Iterable[str] | None = None, simulate: bool = False) -> Iterator[None]:
+def use_backend(name: str, ops: Iterable[str] | str | None = None, simulate: bool = False) -> Iterator[None]:
     """Forces a backend for the calls inside, in this thread or task only; nests, the innermost wins.
 
     Args:
         name: the backend.
-        ops: operation names it is forced for, at least one; None for all of them.
+        ops: operation names it is forced for, or one; None for all of them.
         simulate: let `ascend_tilelang` serve CPU tensors through its functional simulator.
 
     Raises:
-        ConfigError: unknown backend or operation, or no operation at all.
+        ConfigError: unknown backend or operation, no operation at all, or `simulate` for a backend without a simulator.
     """
     source = "use_backend"
     check_name(source, name)
-    forced = None if ops is None else dict.fromkeys(ops, name)
+    forced: dict[str, str] | None = None if ops is None else {check_op(source, op): name for op in several(ops)}
     if forced is not None and not forced:
         raise ConfigError(f"{source}: ops is empty, needs at least one operation, or None for all of them")
     layer = make_layer(source, name if forced is None else None, forced, simulate=None if simulate is False else simulate)
+    if layer.simulate and not backends()[name].simulator:
+        raise ConfigError(f"{source}: simulate has True, needs False: {name} has no simulator")
     token = _override.set(_push(_override.get(), layer))
     try:
         yield
@@ -214,7 +225,7 @@ def configure(
     *,
     backend: str | None = None,
     ops: Mapping[str, str] | None = None,
-    preference: Iterable[str] | None = None,
+    preference: Iterable[str] | str | None = None,
     strict: bool | None = None,
     simulate: bool | None = None,
     path: str | Path | None = None,
@@ -224,7 +235,7 @@ def configure(
     Args:
         backend: forced for every operation.
         ops: operation name -> backend, forced for these.
-        preference: the only backends to consider, in this order.
+        preference: the only backends to consider, in this order, or one; settings further down force no other.
         strict: check metadata values before every launch.
         simulate: functional simulators may serve CPU tensors.
         path: a TOML file whose settings stand where no argument does.
@@ -258,14 +269,14 @@ def file_layer(path: Path, named_by: str) -> Layer:
     """The layer of a TOML file.
 
     Raises:
-        ConfigError: the file is missing, is no TOML, or has an unknown key, a wrong type or an unknown name.
+        ConfigError: the file cannot be read, is no TOML, or has an unknown key, a wrong type or an unknown name.
     """
     from kvhal.config_file import read  # pydantic is imported only where a file is read
 
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{named_by}: cannot read {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path at all
+        raise ConfigError(f"{named_by}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -85,6 +85,11 @@ class KVCacheFormat:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name} has {value!r}, needs a non-negative int")
+        for name in ("do_cast", "token_interleaved"):  # a text such as "false" is true
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} has {getattr(self, name)!r}, needs True or False")
+        if type(self.note) is not str:
+            raise ValueError(f"note has {self.note!r}, needs a str")
         if self.quantized_dtype is None:
             self._check_unquantized()
         else:
@@ -114,7 +119,7 @@ class KVCacheFormat:
                 f"quantized_elements has {self.quantized_elements} and elements_per_sf has {self.elements_per_sf}; "
                 "a quantised format needs both positive"
             )
-        if self.sf_format not in SF_ITEM_BYTES:
+        if self.sf_format not in tuple(SF_ITEM_BYTES):  # not of a dict: a list has no hash
             raise ValueError(f"sf_format has {self.sf_format!r}, needs one of {sorted(SF_ITEM_BYTES)}")
         if self.quantized_dtype == "e2m1" and self.quantized_elements % 2:
             raise ValueError(f"quantized_elements has {self.quantized_elements}, e2m1 needs an even count: two share a byte")

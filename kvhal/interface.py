@@ -33,6 +33,8 @@ class Op(StrEnum):
 
 #: operations whose kernels depend on a record format
 FORMAT_OPS = (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE)
+#: what a fused store can do to a record before it is quantised
+STAGES = ("norm", "rope", "hadamard")
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,6 @@ class Backend:
     Attributes:
         name: folder, config value and test id.
         runs_on: one line for tools.
-        language: distribution names whose import is deferred to the first bind, such as ("triton",).
-        platforms: platform kinds it can serve natively.
         check: `check(request) -> reasons`, beyond what the manifest itself can tell; pure, never short-circuits.
         binders: operation -> "module:function", imported on the first bind; `function(request) -> Launcher`.
         simulator: it can run CPU tensors through a functional simulator.
@@ -182,8 +182,6 @@ class Backend:
 
     name: str
     runs_on: str
-    language: tuple[str, ...]
-    platforms: tuple[str, ...]
     check: Callable[[Request], tuple[Reason, ...]]
     binders: Mapping[Op, str] = field(default_factory=dict)
     simulator: bool = False

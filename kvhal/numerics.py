@@ -29,12 +29,12 @@ from kvhal.formats import (
     MINIFLOAT_BIAS,
     MINIFLOAT_BITS,
     MINIFLOAT_MAX_CODE,
-    SPECIFIED_CODECS,
     UE8M0_NAN,
     UE8M0_RULES,
     KVCacheFormat,
     QuantizedDtype,
 )
+from kvhal.refusals import codec_reasons
 
 #: elements worked on at a time, to bound the temporaries (a dozen int32 tensors of this size): small ones stay in a
 #: CPU's cache and its allocator's pool, while a device wants few launches
@@ -44,10 +44,8 @@ _DEVICE_CHUNK = 1 << 24
 
 def check_codec(layout: KVCacheFormat) -> None:
     """Raises ValueError when the specification does not define the layout's pair of data and scale formats."""
-    if layout.quantized_dtype is not None and (layout.quantized_dtype, layout.sf_format) not in SPECIFIED_CODECS:
-        known = ", ".join(sorted(f"{data} with {scale}" for data, scale in SPECIFIED_CODECS))
-        have = f"{layout.quantized_dtype} data with {layout.sf_format} scales"
-        raise ValueError(f"layout: has {have}, needs one of {known}")
+    for reason in codec_reasons(layout):
+        raise ValueError(f"layout: has {reason.have}, needs {reason.need}")
 
 
 def quantize(x: Tensor, layout: KVCacheFormat) -> tuple[Tensor, Tensor]:

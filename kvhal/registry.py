@@ -117,4 +117,4 @@ def _broken(name: str, have: str, need: str) -> Backend:
     def check(request: Request) -> tuple[Reason, ...]:
         return (reason,)
 
-    return Backend(name, "an entry point that cannot be loaded", (), (), check)
+    return Backend(name, "an entry point that cannot be loaded", check)

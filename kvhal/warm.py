@@ -12,6 +12,7 @@ from itertools import product
 
 import torch
 
+from kvhal.config import several
 from kvhal.formats import SUPPORTED_KV_CACHE_FORMATS, KVCacheFormat
 from kvhal.interface import FORMAT_OPS, CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, Op, RopeArgs
 from kvhal.layout import alloc_kv_cache
@@ -74,10 +75,10 @@ class FusedStages:
 def warmup(
     ops: Iterable[Op | str] | Op | str | None = None,
     *,
-    layouts: Iterable[KVCacheFormat] = SUPPORTED_KV_CACHE_FORMATS,
+    layouts: Iterable[KVCacheFormat] | KVCacheFormat = SUPPORTED_KV_CACHE_FORMATS,
     block_size: int = 64,
     device: torch.device | str = "cpu",
-    fused: Iterable[FusedStages] = (FusedStages(),),
+    fused: Iterable[FusedStages] | FusedStages = (FusedStages(),),
 ) -> None:
     """Builds the kernels that later calls need, several at once, by making the calls themselves on a one-block scratch cache.
 
@@ -86,10 +87,10 @@ def warmup(
 
     Args:
         ops: the operations, or one; all when None.
-        layouts: the record formats that will be used.
+        layouts: the record formats that will be used, or one.
         block_size: tokens a block that will be used; call once for each.
         device: where the kernels will run.
-        fused: the kinds of fused store that will be called, each with every layout; by default the one without stages.
+        fused: the kinds of fused store that will be called, or one, each with every layout; by default the one without stages.
 
     Raises:
         ValueError: `ops` names no operation (the message lists them), a layout's records cannot go through the stages, or
@@ -97,9 +98,9 @@ def warmup(
         TypeError: `layouts` or `fused` holds something else.
         UnsupportedError: an operation cannot be served on this device; ForcedBackendError when a backend was forced.
     """
-    wanted = [Op(op) for op in (Op if ops is None else (ops,) if isinstance(ops, str) else ops)]
+    wanted = [Op(op) for op in (Op if ops is None else several(ops))]
     device, block_size = usable_device(device), check_int("block_size", block_size, 1)
-    layouts, fused = tuple(layouts), tuple(fused)
+    layouts, fused = several(layouts), several(fused)
     for one in layouts:
         check_type("layouts", one, KVCacheFormat)
     for stages in fused:

@@ -1,7 +1,8 @@
 """The ascend_tilelang backend's manifest: Ascend 950, and CPU tensors through the functional simulator."""
 
-from kvhal.formats import SPECIFIED_CODECS, KVCacheFormat
+from kvhal.formats import KVCacheFormat
 from kvhal.interface import Backend, Op, Reason, Request
+from kvhal.refusals import codec_reasons, hadamard_reasons
 
 _PACKAGE = "kvhal.backends.ascend_tilelang"
 _TILELANG = "0.1.15"  # the release whose Ascend dialect and generated source this backend is written for
@@ -45,35 +46,24 @@ def _platform_reasons(request: Request) -> list[Reason]:
 
 
 def _record_reasons(layout: KVCacheFormat | None) -> list[Reason]:
-    if layout is None or layout.quantized_dtype is None:
-        return []
-    reasons = []
-    if (layout.quantized_dtype, layout.sf_format) not in SPECIFIED_CODECS:
-        known = ", ".join(sorted(f"{data} with {scale}" for data, scale in SPECIFIED_CODECS))
-        reasons.append(Reason("codec", f"{layout.quantized_dtype} data with {layout.sf_format} scales", known))
-    if layout.quantized_dtype == "e2m1" and layout.elements_per_sf % 2 and layout.num_scales > 1:
+    reasons = [*codec_reasons(layout)]
+    if layout is not None and layout.quantized_dtype == "e2m1" and layout.elements_per_sf % 2 and layout.num_scales > 1:
         have = f"{layout.elements_per_sf} e2m1 elements a scale"
         reasons.append(Reason("elements_per_sf", have, "an even count: two threads would share a byte"))
     return reasons
 
 
 def _fused_reasons(request: Request) -> list[Reason]:
-    if request.op != Op.FUSED_STORE or request.layout is None:
-        return []
-    elements = request.layout.elements
-    reasons = []
-    if elements > MAX_FUSED_ELEMENTS:
-        reasons.append(Reason("elements", str(elements), f"at most {MAX_FUSED_ELEMENTS}: a row is kept on the core"))
-    if "hadamard" in request.stages and elements & (elements - 1):
-        reasons.append(Reason("hadamard", f"{elements} elements", "a power of two"))
+    reasons = [*hadamard_reasons(request)]
+    if request.op == Op.FUSED_STORE and request.layout is not None and request.layout.elements > MAX_FUSED_ELEMENTS:
+        need = f"at most {MAX_FUSED_ELEMENTS}: a row is kept on the core"
+        reasons.append(Reason("elements", str(request.layout.elements), need))
     return reasons
 
 
 BACKEND = Backend(
     name="ascend_tilelang",
     runs_on="Ascend 950 (dav-3510); CPU tensors through its functional simulator",
-    language=("tilelang",),
-    platforms=("npu",),
     check=check,
     binders={
         Op.STORE: f"{_PACKAGE}.store:bind_store",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvhal.backends.cuda_tilelang.tuned import TABLE
-from kvhal.formats import SPECIFIED_CODECS, KVCacheFormat
+from kvhal.formats import KVCacheFormat
 from kvhal.interface import FORMAT_OPS, Backend, Op, Reason, Request
 from kvhal.platform import Platform
+from kvhal.refusals import codec_reasons, hadamard_reasons
 
 MIN_SM = 90
 OCTET = 8  # elements a thread holds; codec.OCTET, which cannot be imported without tilelang
@@ -19,16 +20,16 @@ def check(request: Request) -> tuple[Reason, ...]:
     """Every reason against a request: the machine's, then the format's."""
     reasons = _check_platform(request.platform)
     if request.op in FORMAT_OPS and request.layout is not None:
-        reasons += _check_format(request.layout)
+        reasons += [*_check_format(request.layout), *hadamard_reasons(request)]
     return tuple(reasons)
 
 
 def _check_platform(platform: Platform) -> list[Reason]:
     reasons = []
     if platform.kind != "cuda":
-        reasons.append(Reason("device", platform.kind, "a CUDA device", "portable_triton and reference_torch run elsewhere"))
+        reasons.append(Reason("device", platform.kind, "a CUDA device", "reference_torch runs on every torch device"))
     elif (platform.sm() or 0) < MIN_SM:
-        reasons.append(Reason("architecture", platform.arch, f"sm_{MIN_SM} or newer", "portable_triton serves older GPUs"))
+        reasons.append(Reason("architecture", platform.arch, f"sm_{MIN_SM} or newer", "portable_triton serves sm_80 and newer"))
     tilelang = platform.module("tilelang")
     if tilelang.version is None:
         reasons.append(
@@ -43,16 +44,15 @@ def _check_format(layout: KVCacheFormat) -> list[Reason]:
     reasons = []
     if layout.elements % OCTET or layout.elements > MAX_ELEMENTS:
         need = f"a multiple of {OCTET}, at most {MAX_ELEMENTS}"
-        reasons.append(Reason("elements", str(layout.elements), need, "portable_triton serves any count"))
+        reasons.append(Reason("elements", str(layout.elements), need, "reference_torch serves any count, portable_triton most"))
     if layout.quantized_dtype is None:
         return reasons
-    if (layout.quantized_dtype, layout.sf_format) not in SPECIFIED_CODECS:
-        known = ", ".join(sorted(f"{data} with {scale}" for data, scale in SPECIFIED_CODECS))
-        reasons.append(Reason("codec", f"{layout.quantized_dtype} with {layout.sf_format} scales", f"one of {known}"))
+    reasons += codec_reasons(layout)
     octets, rest = divmod(layout.elements_per_sf, OCTET)
     if rest or octets & (octets - 1):
         need = f"{OCTET} times a power of two"
-        reasons.append(Reason("elements_per_sf", str(layout.elements_per_sf), need, "portable_triton serves any group"))
+        hint = "reference_torch serves any group, portable_triton most"
+        reasons.append(Reason("elements_per_sf", str(layout.elements_per_sf), need, hint))
     if layout.is_index and layout.sf_bytes > MAX_SCALE_BYTES:
         reasons.append(Reason("scale bytes of an index record", str(layout.sf_bytes), f"at most {MAX_SCALE_BYTES}"))
     return reasons
@@ -61,8 +61,6 @@ def _check_format(layout: KVCacheFormat) -> list[Reason]:
 BACKEND = Backend(
     name="cuda_tilelang",
     runs_on="NVIDIA Hopper and newer (sm_90+)",
-    language=("tilelang",),
-    platforms=("cuda",),
     check=check,
     tuned=TABLE,
     binders={

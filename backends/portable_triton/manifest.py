@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvhal.backends.portable_triton.record import MAX_TILE_ELEMENTS, ragged, tile_elements
+from kvhal.backends.portable_triton.record import E2M1_WORD, MAX_TILE_ELEMENTS, ragged, tile_elements
 from kvhal.backends.portable_triton.tuned import TABLE
-from kvhal.formats import SPECIFIED_CODECS, KVCacheFormat
 from kvhal.interface import Backend, Op, Reason, Request
 from kvhal.platform import Platform
+from kvhal.refusals import codec_reasons, hadamard_reasons
 
 _PACKAGE = "kvhal.backends.portable_triton"
 _KINDS = ("cuda", "rocm", "cpu")
@@ -15,7 +15,8 @@ _OLDEST_CUDA = 80  #: bf16 arithmetic
 
 def check(request: Request) -> tuple[Reason, ...]:
     """Refuses a machine without a working Triton, and the few records whose groups do not fit a kernel's tile."""
-    return _platform_reasons(request.platform) + _codec_reasons(request.layout) + _shape_reasons(request)
+    shared = codec_reasons(request.layout) + hadamard_reasons(request)
+    return _platform_reasons(request.platform) + shared + _shape_reasons(request)
 
 
 def _platform_reasons(platform: Platform) -> tuple[Reason, ...]:
@@ -34,16 +35,6 @@ def _platform_reasons(platform: Platform) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def _codec_reasons(layout: KVCacheFormat | None) -> tuple[Reason, ...]:
-    if layout is None or layout.quantized_dtype is None:
-        return ()
-    if (layout.quantized_dtype, layout.sf_format) in SPECIFIED_CODECS:
-        return ()
-    known = ", ".join(sorted(f"{data} with {scale}" for data, scale in SPECIFIED_CODECS))
-    hint = "docs/numerics.md defines no other pair"
-    return (Reason("codec", f"{layout.quantized_dtype} data with {layout.sf_format} scales", known, hint),)
-
-
 def _shape_reasons(request: Request) -> tuple[Reason, ...]:
     layout = request.layout
     if layout is None:
@@ -59,17 +50,15 @@ def _shape_reasons(request: Request) -> tuple[Reason, ...]:
     if request.op == Op.FUSED_STORE and ragged(layout):
         have = f"{layout.elements_per_sf} elements a scale"
         need = "a power of two (at least 8 for e2m1), or one scale for the whole record"
-        reasons.append(Reason("scale group of a fused store", have, need, "store_kv_cache serves this record"))
-    if "hadamard" in request.stages and tile != layout.elements:
-        reasons.append(Reason("hadamard", f"{layout.elements} elements", "a power of two, at least 8 for e2m1"))
+        reasons.append(Reason("scale group of a fused store", have, need, "reference_torch serves any group"))
+    if "hadamard" in request.stages and layout.quantized_dtype == "e2m1" and layout.elements < E2M1_WORD:
+        reasons.append(Reason("hadamard", f"{layout.elements} e2m1 elements", f"at least {E2M1_WORD}"))
     return tuple(reasons)
 
 
 BACKEND = Backend(
     name="portable_triton",
     runs_on="NVIDIA sm_80+, AMD CDNA, and the CPU through Triton's interpreter",
-    language=("triton",),
-    platforms=_KINDS,
     check=check,
     tuned=TABLE,
     binders={

@@ -154,14 +154,14 @@ def _backend_facts(backend: Backend, platform: Platform) -> dict[str, Any]:
         "served": served,
         "asked": len(asked),
         "reasons": [{**reason_facts(reason), "against": cells} for reason, cells in against.items()],
-        "tuning": _tuning_facts(backend, platform),
+        "tuning": _tuning_facts(backend, platform) if served else None,
     }
 
 
 def _tuning_facts(backend: Backend, platform: Platform) -> dict[str, Any] | None:
     """Where the launch shapes come from; None where there are none, as on a CPU, which no kernel is tuned for."""
     table = backend.tuned
-    if table is None or platform.kind == "cpu" or platform.kind not in backend.platforms:
+    if table is None or platform.kind == "cpu":
         return None
     files = table.files(platform.arch)
     return {
@@ -202,7 +202,7 @@ def _show_device(device: dict[str, Any]) -> None:
         for reason in row["reasons"]:
             print_lines(f"    {_describe(reason, row['asked'])}")
     for row in device["backends"]:
-        if row["tuning"] is not None and row["served"]:
+        if row["tuning"] is not None:
             print_lines(f"  {row['backend']} {_describe_tuning(row['tuning'], device['arch'])}")
     chosen = {name for names in device["default"].values() for name in names}
     print_lines(f"  a call is served by: {', '.join(sorted(chosen)) or 'nothing'}")

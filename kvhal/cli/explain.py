@@ -10,7 +10,7 @@ import typer
 import kvhal
 from kvhal.cli.console import EXIT_NO, CommandError, JsonOption, parse_device, print_json, print_lines
 from kvhal.config import check_name, current_policy
-from kvhal.dispatcher import Policy
+from kvhal.dispatcher import PREFERENCE, Policy
 from kvhal.formats import KVCacheFormat, format_from_text
 from kvhal.interface import FORMAT_OPS, Decision, Op, Reason
 from kvhal.platform import LANGUAGES, TOOLS, Module, Platform, detect
@@ -22,7 +22,7 @@ def command(
         str | None, typer.Option("--format", help="A built-in format's name, or a JSON object of a format's fields.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="A device of this machine.  [default: cpu]")] = None,
-    platform: Annotated[str | None, typer.Option(help="Ask about another machine, by kind (cuda, npu, rocm).")] = None,
+    platform: Annotated[str | None, typer.Option(help=f"Ask about another machine, by kind ({', '.join(PREFERENCE)}).")] = None,
     arch: Annotated[str | None, typer.Option(help="Its architecture (sm_90, ascend950, gfx942).")] = None,
     missing: Annotated[list[str] | None, typer.Option(help="Software that it lacks; repeatable.")] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens a block.")] = None,
@@ -81,6 +81,8 @@ def _machine(device: str | None, kind: str | None, arch: str | None, missing: li
         return kvhal.binding.platform_of(parse_device(device or "cpu"))
     if device is not None:
         raise CommandError("--platform: describes another machine, leave --device out")
+    if kind not in PREFERENCE:
+        raise CommandError(f"--platform: has {kind!r}, needs one of {', '.join(PREFERENCE)}")
     if arch is None:
         raise CommandError("--platform: needs --arch as well (sm_90, ascend950, gfx942, ...)")
     unknown = [name for name in missing if name not in LANGUAGES + TOOLS]

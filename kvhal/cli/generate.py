@@ -45,13 +45,14 @@ def command(
     json: JsonOption = False,
 ) -> None:
     """Answers prompts with a small language model whose KV cache lives in kvhal; tokens appear as they are made."""
-    from kvhal.llm import Generation, PagedCache, load_model, parse_kv_format
+    from kvhal.llm import Generation, PagedCache, check_prompts, load_model, parse_kv_format
 
     where = parse_device(device)
     with backend_context(backend, simulate):
         network, tokenizer = _load(load_model, model, where)
         layout = parse_kv_format(kv_format, network.config.record_elements)
         ids = [tokenizer.encode(prompt) if raw else tokenizer.encode_chat(prompt) for prompt in prompts]
+        check_prompts(ids, max_tokens, network)
         blocks = _blocks(ids, max_tokens, block_size, cache_tokens)
         cache = PagedCache(network.config.layers, blocks, block_size, layout, where)
         generation = Generation(network, cache, graph=where.type == "cuda" if graph is None else graph)

@@ -76,12 +76,18 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} has {value!r}, needs an int >= 1")
-        if self.num_blocks is not None and self.num_blocks < 0:
+        if self.num_blocks is not None and (type(self.num_blocks) is not int or self.num_blocks < 0):
             raise ValueError(f"num_blocks has {self.num_blocks}, needs None or an int >= 0")
         if self.swa_block_size < self.window_size:
             raise ValueError(f"swa_block_size has {self.swa_block_size}, needs >= window_size {self.window_size}")
         if self.block_size % self.ratio:
             raise ValueError(f"block_size has {self.block_size}, needs a multiple of ratio {self.ratio}")
+        for name in ("swa_format", "main_format", "index_format"):
+            layout = getattr(self, name)
+            if not isinstance(layout, KVCacheFormat):
+                raise ValueError(f"{name} has {layout!r}, needs a KVCacheFormat")
+            if layout.is_index and name != "index_format":
+                raise ValueError(f"{name} has {layout}, needs a record that loads as bf16 rows: do_cast=True, or unquantised")
         if self.swa_format.elements != self.main_format.elements:
             raise ValueError(
                 f"main_format has {self.main_format.elements} elements, needs {self.swa_format.elements} as swa_format: "

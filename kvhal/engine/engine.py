@@ -16,6 +16,8 @@ from kvhal.engine.model import Model, greedy
 from kvhal.engine.parallel import ContextParallel
 from kvhal.engine.prefill import prefill_chunk
 from kvhal.engine.weights import Weights, make_weights
+from kvhal.ops.checks import SLOT_DTYPES, check_int, check_tensor, reject
+from kvhal.platform import usable_device
 
 DEFAULT_CHUNK = 256
 #: called with what is being done ("prefill" or "decode"), how many tokens of it are done, and of how many
@@ -64,7 +66,7 @@ class Engine:
         parallel: ContextParallel | None = None,
     ) -> None:
         self.config = config
-        self.device = torch.device(device)
+        self.device = usable_device(device)
         self.parallel = parallel
         self.model = Model(config, make_weights(config, self.device) if weights is None else weights)
         self.caches = Caches(config, self.device)
@@ -94,10 +96,10 @@ class Engine:
 
         Raises:
             ValueError: a token or chunk_size is out of range, or a list is longer than max_seq_len; nothing was opened.
+            TypeError: one of them is no integer.
             PoolExhausted: too many sequences or blocks; sequences opened by this call are released.
         """
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size: has {chunk_size}, needs >= 1")
+        check_int("chunk_size", chunk_size, 1)
         for i, tokens in enumerate(token_lists):
             _check_tokens(f"token_lists[{i}]", tokens)
             if len(tokens) > self.config.max_seq_len:
@@ -132,6 +134,7 @@ class Engine:
 
         Raises:
             ValueError: a token is out of range; a sequence was released, occurs twice or would become too long.
+            TypeError: a token is no integer.
             PoolExhausted: too few free blocks; nothing was stored.
         """
         if len(sequences) != len(chunks):
@@ -164,13 +167,16 @@ class Engine:
 
         Raises:
             ValueError: counts differ, a token is out of range; a sequence was released, occurs twice or would become too long.
+            TypeError: a token is no integer.
             PoolExhausted: too few free blocks; nothing was stored.
         """
-        if len(tokens) != len(sequences):
-            raise ValueError(f"tokens: has {len(tokens)} entries, needs {len(sequences)}, one a sequence")
-        if not isinstance(tokens, Tensor):
+        if isinstance(tokens, Tensor):
+            check_tensor("tokens", tokens, SLOT_DTYPES, rank=1)
+        else:
             _check_tokens("tokens", tokens)
             tokens = torch.tensor(tokens, dtype=torch.int64)
+        if len(tokens) != len(sequences):
+            raise ValueError(f"tokens: has {len(tokens)} entries, needs {len(sequences)}, one a sequence")
         decoder = self.decoder(len(sequences))
         self.caches.reserve(sequences, [1] * len(sequences))
         decoder.plan(sequences, tokens)
@@ -196,13 +202,18 @@ class Engine:
 
         Raises:
             ValueError: max_new_tokens is out of range, or a prompt leaves no room for them within max_seq_len.
+            TypeError: max_new_tokens or chunk_size is no integer.
             PoolExhausted: too many prompts, or too few free blocks.
 
         All sequences are released again.
         """
-        room = self.config.max_seq_len - max(map(len, prompts), default=0)
-        if not 1 <= max_new_tokens <= room:  # BOS takes one place, the last token is not stored
-            raise ValueError(f"max_new_tokens: has {max_new_tokens}, needs 1..{room}, the room behind the longest prompt")
+        limit = self.config.max_seq_len - 1
+        for i, prompt in enumerate(prompts):
+            if len(prompt) > limit:
+                reject(f"prompts[{i}]", f"{len(prompt)} bytes", f"at most {limit}: BOS takes a place of max_seq_len")
+        room = limit + 1 - max(map(len, prompts), default=0)  # the last token is not stored
+        if check_int("max_new_tokens", max_new_tokens, 1) > room:
+            reject("max_new_tokens", max_new_tokens, f"1..{room}, the room behind the longest prompt")
         token_lists = [[BOS, *prompt] for prompt in prompts]
         sequences, prompt_logits = self.prefill(token_lists, chunk_size, on_progress)
         try:
@@ -230,5 +241,4 @@ class Engine:
 
 def _check_tokens(name: str, tokens: list[int]) -> None:
     for i, token in enumerate(tokens):
-        if not 0 <= token < VOCABULARY:
-            raise ValueError(f"{name}[{i}]: has {token}, needs 0 <= token < {VOCABULARY}")
+        check_int(f"{name}[{i}]", token, 0, VOCABULARY - 1)

@@ -7,7 +7,7 @@ else here is torch.
 
 from kvhal.llm.cache import BlockPool, PagedCache
 from kvhal.llm.errors import LLMError
-from kvhal.llm.generation import Generation, Step
+from kvhal.llm.generation import Generation, Step, check_prompts
 from kvhal.llm.load import load_model
 from kvhal.llm.model import LayerWeights, Model, ModelConfig, Weights
 from kvhal.llm.perplexity import Perplexity, perplexity
@@ -25,6 +25,7 @@ __all__ = [
     "Perplexity",
     "Step",
     "Weights",
+    "check_prompts",
     "load_model",
     "parse_kv_format",
     "perplexity",

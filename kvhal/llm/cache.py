@@ -63,6 +63,9 @@ class PagedCache:
         num_blocks, block_size: of each of them.
         layout: the record.
         device: where they live.
+
+    Raises:
+        LLMError: there is no memory for them.
     """
 
     def __init__(
@@ -71,8 +74,15 @@ class PagedCache:
         self.layout = layout
         self.block_size = block_size
         self.device = torch.device(device)
-        self.pool = BlockPool(num_blocks)
-        self._caches = [kvhal.alloc_kv_cache(num_blocks, block_size, layout, device) for _ in range(layers)]
+        try:
+            self._caches = [kvhal.alloc_kv_cache(num_blocks, block_size, layout, device) for _ in range(layers)]
+            self.pool = BlockPool(num_blocks)
+        except (MemoryError, RuntimeError, TypeError) as error:  # torch: RuntimeError, TypeError beyond int64
+            size = layers * num_blocks * cache_geometry(layout, block_size).block_stride
+            raise LLMError(
+                f"cache: has {num_blocks} blocks of {block_size} tokens, {size} bytes, needs fewer: {device} does not give "
+                f"them ({str(error).partition(chr(10))[0]})"
+            ) from error
 
     @property
     def bytes_per_token(self) -> float:

@@ -54,7 +54,7 @@ class Generation:
         Raises:
             LLMError: a prompt is empty, too long for the model, or the batch does not fit into the cache.
         """
-        _check(prompts, max_tokens, self.model)
+        check_prompts(prompts, max_tokens, self.model)
         lengths = [len(prompt) for prompt in prompts]
         tables = self.cache.reserve([length + max_tokens for length in lengths])
         try:
@@ -95,7 +95,12 @@ class Generation:
         return DecodeBatch(self.model, self.cache, tables, lengths, first, graph=self.graph)
 
 
-def _check(prompts: Sequence[Sequence[int]], max_tokens: int, model: Model) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, model: Model) -> None:
+    """What `Generation.run` refuses whatever its cache: a caller that makes a cache for the prompts asks before.
+
+    Raises:
+        LLMError: see there.
+    """
     if not prompts:
         raise LLMError("prompts: has none, needs at least one")
     if max_tokens < 1:

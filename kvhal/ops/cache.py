@@ -11,7 +11,6 @@ from torch.compiler import is_dynamo_compiling
 
 from kvhal.config import current
 from kvhal.formats import KVCacheFormat, ScaleFormat
-from kvhal.layout import CacheGeometry
 from kvhal.ops.cache_calls import KVCacheTensors, flattened, load, load_slots, new_load_output, store
 from kvhal.ops.repeated import LOAD, LOAD_SLOTS, STORE, UNALIGNED, UNTAKEN
 
@@ -169,4 +168,4 @@ def load_kv_slots(
     return load_slots(scope, kv_cache, slots, out, layout)
 
 
-__all__ = ["CacheGeometry", "KVCacheTensors", "load_kv_slots", "load_paged_kv_cache", "new_load_output", "store_kv_cache"]
+__all__ = ["KVCacheTensors", "load_kv_slots", "load_paged_kv_cache", "new_load_output", "store_kv_cache"]

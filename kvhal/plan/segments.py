@@ -32,9 +32,9 @@ class LoadPlan:
     def to(self, device: torch.device | str) -> Self:
         """The same plan with its tensors on `device`; from the host to an accelerator nothing waits for the copy.
 
-        Raises CaptureError while a graph is being captured.
+        Raises ValueError if this machine has no such device, CaptureError while a graph is being captured.
         """
-        target = torch.device(device)
+        target = usable_device(device)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         moved: dict[str, Any] = {name: send(tensor, target) for name, tensor in tensors.items()}
@@ -73,6 +73,7 @@ class BlockLoadPlanBuilder:
     def append_zero_fill(self, num_tokens: int) -> None:
         """`num_tokens` rows of zeros, in segments of at most a block."""
         ends = np.array([inputs.scalar("num_tokens", num_tokens, 0)])
+        inputs.check_total(self.total_k + int(ends[0]))
         self._append(_cut_at_blocks(np.zeros_like(ends), ends, self.source_block_size).segments)
 
     def append_paged_range(self, block_table: IntVector, begin: int, end: int) -> None:
@@ -144,6 +145,7 @@ def build_compressed_load_plan(
     begins = np.zeros_like(tokens)
     inputs.check_table_width("block_tables", table.shape[1], begins, tokens, size, ratio)
     output_rows = np.maximum(tokens, 1)
+    inputs.check_total(int(output_rows.sum()))
     cut = _cut_at_blocks(begins, output_rows, size)
     segments = cut.segments
     if table.shape[1]:  # a table without columns has only sequences without tokens: all zeros already
@@ -197,7 +199,7 @@ def build_swa_load_plan(
         np.stack([padding, split, first + length - split], axis=1).ravel(),
     )
     plan = LoadPlan(torch.from_numpy(segments), _set_offsets(segments, 0))
-    return plan if device is None else plan.to(usable_device(device))
+    return plan if device is None else plan.to(device)
 
 
 def _range(begin_name: str, begin: int, end_name: str, end: int, high: int) -> tuple[int, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
@@ -41,17 +39,17 @@ def build_compressed_slot_mapping(
     Raises ValueError if a completed group lies past its sequence's blocks, or a block id in the range is negative.
     """
     size, ratio = inputs.compressed_block_size(block_size, ratio), inputs.scalar("ratio", ratio)
-    chunk = _chunk_tokens(seqlens_k, seqlens_q)
-    table = inputs.block_table("block_tables", block_tables, len(chunk.start))
-    begins, ends = chunk.start // ratio, (chunk.start + chunk.length) // ratio
-    inputs.check_table_width("block_tables", table.shape[1], begins, ends, size, ratio)
-    group, phase = np.divmod(chunk.position + 1, ratio)
+    k, q = inputs.chunk_lengths(seqlens_k, seqlens_q)
+    table = inputs.block_table("block_tables", block_tables, len(k))
+    inputs.check_table_width("block_tables", table.shape[1], (k - q) // ratio, k // ratio, size, ratio)
+    sequence, position = _chunk_tokens(k, q)
+    group, phase = np.divmod(position + 1, ratio)
     completes = phase == 0
-    sequence, token = chunk.sequence[completes], group[completes] - 1
+    sequence, token = sequence[completes], group[completes] - 1
     column = token // size
     ids = table[sequence, column].astype(np.int64)
     inputs.check_block_ids("block_tables", ids, lambda at: (int(sequence[at]), int(column[at])))
-    slots = np.full(len(chunk.position), -1, np.int64)
+    slots = np.full(len(position), -1, np.int64)
     slots[completes] = ids * size + token % size
     return _as_slots(slots)
 
@@ -68,11 +66,12 @@ def build_swa_slot_mapping(
     Returns [sum(seqlens_q)] int32, or int64 when a slot of the batch exceeds int32.
     """
     ring = inputs.scalar("swa_block_size", swa_block_size)
-    chunk = _chunk_tokens(seqlens_k, seqlens_q)
-    states = inputs.vector("state_ids", state_ids, len(chunk.start), -1)
-    inputs.check_ring_ids(states, chunk.length > 0)
-    slots = states[chunk.sequence] * ring + chunk.position % ring
-    slots[chunk.position < (chunk.start + chunk.length - ring)[chunk.sequence]] = -1
+    k, q = inputs.chunk_lengths(seqlens_k, seqlens_q)
+    states = inputs.vector("state_ids", state_ids, len(k), -1)
+    inputs.check_ring_ids(states, q > 0)
+    sequence, position = _chunk_tokens(k, q)
+    slots = states[sequence] * ring + position % ring
+    slots[position < (k - ring)[sequence]] = -1
     return _as_slots(slots)
 
 
@@ -92,19 +91,21 @@ def build_prefill_swa_pivots(
     Returns int32 [sum(seqlens_q), 4]: (history row, history length, chunk row, chunk length).
     """
     window = inputs.scalar("window_size", window_size)
-    chunk = _chunk_tokens(seqlens_k, seqlens_q)
-    b, rows = len(chunk.start), len(chunk.position)
+    k, q = inputs.chunk_lengths(seqlens_k, seqlens_q)
+    b, rows = len(k), int(q.sum())
     if b * window + rows > inputs.INT32_MAX:
         raise ValueError(
             f"window_size is {window} for {b} sequences and {rows} chunk tokens, needs at most {inputs.INT32_MAX}"
             f" buffer rows in all; split the batch"
         )
-    lowest = _window_start(chunk, window, inputs.valid_starts(swa_valid_starts, b))
-    history_length = np.maximum(chunk.start[chunk.sequence] - lowest, 0)
+    valid = inputs.valid_starts(swa_valid_starts, b)
+    sequence, position = _chunk_tokens(k, q)
+    lowest, start = _window_start(position, window, valid[sequence]), (k - q)[sequence]
+    history_length = np.maximum(start - lowest, 0)
     own_row = b * window + np.arange(rows)
-    chunk_length = chunk.position + 1 - np.maximum(lowest, chunk.start[chunk.sequence])
+    chunk_length = position + 1 - np.maximum(lowest, start)
     pivots = np.empty((rows, 4), np.int32)
-    pivots[:, 0] = (chunk.sequence + 1) * window - history_length
+    pivots[:, 0] = (sequence + 1) * window - history_length
     pivots[:, 1] = history_length
     pivots[:, 2] = own_row + 1 - chunk_length
     pivots[:, 3] = chunk_length
@@ -132,43 +133,37 @@ def build_decode_swa_index(
     """
     window, ring = inputs.ring_window(window_size, swa_block_size)
     k = inputs.vector("seqlens_k", seqlens_k)
-    chunk = _chunk_tokens(k, np.ones_like(k) if seqlens_q is None else seqlens_q)
+    k, q = inputs.chunk_lengths(k, np.ones_like(k) if seqlens_q is None else seqlens_q)
     states = inputs.vector("state_ids", state_ids, len(k), -1)
-    inputs.check_ring_ids(states, chunk.length > 0)
-    need = window + int(chunk.length.max(initial=1)) - 1
+    inputs.check_ring_ids(states, q > 0)
+    need = window + int(q.max(initial=1)) - 1
     if need > ring:
         raise ValueError(
             f"swa_block_size is {ring}, needs {need} (window_size {window} + {need - window} more tokens of one step):"
             f" a step's later tokens would overwrite what its first one sees; enlarge it or decode fewer tokens a step"
         )
-    lowest = _window_start(chunk, window, inputs.valid_starts(swa_valid_starts, len(k)))
-    slots = states[chunk.sequence] * ring + lowest % ring
+    valid = inputs.valid_starts(swa_valid_starts, len(k))
+    sequence, position = _chunk_tokens(k, q)
+    lowest = _window_start(position, window, valid[sequence])
+    slots = states[sequence] * ring + lowest % ring
     if slots.size and slots.max() > inputs.INT32_MAX:
-        i = int(chunk.sequence[slots.argmax()])
+        i = int(sequence[slots.argmax()])
         raise ValueError(
             f"state_ids[{i}] is {states[i]} with swa_block_size {ring}: slot {slots.max()}, needs at most"
             f" {inputs.INT32_MAX} in an int32 index; use lower ring block ids"
         )
-    return torch.from_numpy(np.stack([slots, chunk.position + 1 - lowest], axis=1).astype(np.int32))
+    return torch.from_numpy(np.stack([slots, position + 1 - lowest], axis=1).astype(np.int32))
 
 
-class _ChunkTokens(NamedTuple):
-    start: Ints  # [b] position of each chunk's first token
-    length: Ints  # [b]
-    sequence: Ints  # [sum(length)] which sequence each chunk token belongs to
-    position: Ints  # [sum(length)] and its position there
+def _chunk_tokens(k: Ints, q: Ints) -> tuple[Ints, Ints]:
+    """Of each chunk token, [sum(q)]: its sequence, and its position there. They may fill memory: refuse first."""
+    position = np.arange(int(q.sum())) + np.repeat(k - q - inputs.starts_of(q), q)
+    return np.repeat(np.arange(len(q)), q), position
 
 
-def _chunk_tokens(seqlens_k: IntVector, seqlens_q: IntVector) -> _ChunkTokens:
-    k, q = inputs.chunk_lengths(seqlens_k, seqlens_q)
-    start = k - q
-    position = np.arange(int(q.sum())) + np.repeat(start - inputs.starts_of(q), q)
-    return _ChunkTokens(start, q, np.repeat(np.arange(len(q)), q), position)
-
-
-def _window_start(chunk: _ChunkTokens, window: int, valid: Ints) -> Ints:
-    """First position each chunk token sees; one past its own where it sees none."""
-    return np.minimum(np.maximum(chunk.position + 1 - window, valid[chunk.sequence]), chunk.position + 1)
+def _window_start(position: Ints, window: int, valid: Ints) -> Ints:
+    """First position each chunk token sees, none below its `valid`; one past its own where it sees none."""
+    return np.minimum(np.maximum(position + 1 - window, valid), position + 1)
 
 
 def _as_slots(slots: Ints) -> torch.Tensor:

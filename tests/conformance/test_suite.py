@@ -133,7 +133,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]
 
                 return wrong
 
-        backend = Faulty("faulty", "a test", (), ("cpu",), REFERENCE.check, REFERENCE.binders)
+        backend = Faulty("faulty", "a test", REFERENCE.check, REFERENCE.binders)
         table = {**backends(), "faulty": backend}
         for module in ("binding", "config"):
             monkeypatch.setattr(f"kvhal.{module}.backends", lambda: table)

@@ -161,6 +161,7 @@ def test_explain_goes_by_the_configuration(tmp_path: Path) -> None:
         (["kv_index_cat", "--backend", "nobody"], "has 'nobody', needs one of cuda_tilelang"),
         (["kv_index_cat", "--arch", "sm_90"], "need --platform as well"),
         (["kv_index_cat", "--platform", "cuda"], "needs --arch as well"),
+        (["kv_index_cat", "--platform", "nvidia", "--arch", "sm_90"], "--platform: has 'nvidia', needs one of cuda, rocm, npu"),
         (["kv_index_cat", "--platform", "cuda", "--arch", "sm_90", "--device", "cpu"], "leave --device out"),
         (["kv_index_cat", "--platform", "cuda", "--arch", "sm_90", "--missing", "luck"], "has 'luck', needs one of"),
     ],

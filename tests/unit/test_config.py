@@ -109,6 +109,40 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         current_policy()
 
 
+@pytest.mark.parametrize(("name", "content"), [("latin.toml", "# café".encode("latin-1")), ("a\0b", None)])
+def test_what_cannot_be_read_is_named(name: str, content: bytes | None, tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+        monkeypatch.setenv("KVHAL_CONFIG", str(path))
+        with pytest.raises(ConfigError, match=r"KVHAL_CONFIG: cannot read .*latin\.toml: 'utf-8' codec can't decode byte 0xe9"):
+            current_policy()
+    with pytest.raises(ConfigError, match=r"configure: cannot read .*: ('utf-8' codec|embedded null)"):
+        kvhal.configure(path=path)
+
+
+def test_one_value_may_stand_for_several() -> None:
+    kvhal.configure(preference="reference_torch")
+    with kvhal.use_backend("portable_triton", ops="store_kv_cache"):
+        assert current_policy().forced == ((Op.STORE, "portable_triton", "use_backend"),)
+    assert current_policy() == Policy(preference=("reference_torch",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ops": "store_kv_cache"}, "configure: ops has 'store_kv_cache', needs a mapping of operations to backends"),
+        ({"ops": ["store_kv_cache"]}, r"configure: ops has \['store_kv_cache'\], needs a mapping"),
+        ({"backend": ["x"]}, rf"configure: backend has \['x'\], {KNOWN}"),
+        ({"preference": 3}, f"configure: backend has 3, {KNOWN}"),
+        ({"preference": [["x"]]}, rf"configure: backend has \['x'\], {KNOWN}"),
+    ],
+)
+def test_values_of_another_kind(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kvhal.configure(**arguments)
+
+
 def test_a_bad_configure_changes_nothing(tmp_path: Path) -> None:
     kvhal.configure(backend="reference_torch", strict=True)
     before = current_policy()
@@ -178,6 +212,14 @@ def test_unknown_names_in_use_backend() -> None:
     with pytest.raises(ConfigError, match="use_backend: ops is empty"), kvhal.use_backend("reference_torch", ops=[]):
         pass
     with pytest.raises(ConfigError, match=f"use_backend: backend has 'nope', {KNOWN}"), kvhal.use_backend("nope", ops=[]):
+        pass
+    for name, ops, message in (("reference_torch", [["x"]], "operation"), (["x"], None, "backend"), (3, None, "backend")):
+        with pytest.raises(ConfigError, match=f"use_backend: {message} has"), kvhal.use_backend(name, ops):  # type: ignore[arg-type]
+            pass
+    with (
+        pytest.raises(ConfigError, match="simulate has True, needs False: reference_torch has no simulator"),
+        kvhal.use_backend("reference_torch", simulate=True),
+    ):
         pass
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import kvhal
 from kvhal.interface import Op
 from kvhal.platform import on_device
+from kvhal.testing.platforms import machine
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LAYOUT = kvhal.V41_FORMAT
@@ -64,9 +65,9 @@ def test_an_argument_on_another_device_is_refused_by_name(name: str) -> None:
         MIXED[name]()
 
 
-@pytest.mark.parametrize("where", [META, torch.device("xpu", 3)])
-def test_a_device_that_no_backend_knows_is_refused_with_every_reason(where: torch.device) -> None:
-    decision = kvhal.explain("store_kv_cache", layout=LAYOUT, device=where)
+@pytest.mark.parametrize("where", [{"device": META}, {"platform": machine("xpu", "b580")}])
+def test_a_device_that_no_backend_knows_is_refused_with_every_reason(where: Any) -> None:
+    decision = kvhal.explain("store_kv_cache", layout=LAYOUT, **where)
     assert {verdict.backend for verdict in decision.trace} >= {"cuda_tilelang", "ascend_tilelang", "portable_triton"}
     with kvhal.use_backend("cuda_tilelang"), pytest.raises(kvhal.ForcedBackendError, match=r"device: has meta, needs a CUDA"):
         kvhal.load_kv_slots(cache(META), ints(2, device=META))

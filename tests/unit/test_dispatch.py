@@ -28,7 +28,7 @@ def backend(name: str, *platforms: str, simulator: bool = False, ops: dict[Op, s
             reasons.append(Reason("format", str(request.layout), "a quantised one", "use another"))
         return tuple(reasons)
 
-    return Backend(name, "a test", (), platforms, check, ALL_OPS if ops is None else ops, simulator)
+    return Backend(name, "a test", check, ALL_OPS if ops is None else ops, simulator)
 
 
 BACKENDS = MappingProxyType(
@@ -152,6 +152,35 @@ def test_no_backend_serves_a_pair_that_the_specification_does_not_define() -> No
             for op in (Op.STORE, Op.LOAD, Op.LOAD_SLOTS, Op.FUSED_STORE):
                 decision = resolve(Request(op, layout, platform, 16), Policy(), backends())
                 assert decision.chosen is None, f"{decision.chosen} would serve {layout}"
+                codec = {reason for verdict in decision.trace for reason in verdict.reasons if reason.what == "codec"}
+                assert len(codec) == 1, "every backend says so, in the same words"
+
+
+#: records that not every backend serves: elements, data, group
+ODD_RECORDS = [(64, "e4m3", 12), (100, "e4m3", 32), (96, "e4m3", 32), (4, "e2m1", 4), (50, "e2m1", 5), (32768, "e4m3", 32)]
+
+
+@pytest.mark.parametrize(("elements", "data", "group"), ODD_RECORDS)
+def test_reasons_are_true(elements: int, data: str, group: int) -> None:
+    """A way out that names a backend leads to one that serves; the Hadamard stage is refused for what does not suit it."""
+    from kvhal import KVCacheFormat
+    from kvhal.registry import backends
+
+    layout = KVCacheFormat(data, elements, group, 0, True, "ue8m0", "", token_interleaved=True)  # type: ignore[arg-type]
+    for platform in PLATFORMS.values():
+        for backend in backends().values():
+            asked = Request(Op.FUSED_STORE, layout, platform, 16)
+            for reason in backend.why_not(asked):
+                words = reason.hint.partition(",")[0].split()  # a second backend comes with its own condition
+                if words[1:2] == ["serves"] and reason.what != "architecture":
+                    assert not backends()[words[0]].why_not(asked), (backend.name, reason)
+            whole = elements & (elements - 1) == 0
+            reasons = [reason for reason in backend.why_not(replace(asked, stages=("hadamard",))) if reason.what == "hadamard"]
+            if whole and (elements >= 8 or backend.name != "portable_triton"):
+                assert reasons == []
+            else:
+                (reason,) = reasons
+                assert reason.need == ("at least 8" if whole else "a power of two")
 
 
 def test_sm_is_a_number_on_cuda_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +31,7 @@ def make(name: str, bind: Any = None, refuse: str = "") -> Backend:
                 bind(request)
             return lambda *arguments: LOG.append(name)
 
-    return Made(name, "a test", (), ("cpu",), check, dict.fromkeys(Op, "nowhere:nothing"))
+    return Made(name, "a test", check, dict.fromkeys(Op, "nowhere:nothing"))
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,16 @@ def test_order_of_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
     assert call() == "portable_triton"
     file.write_text('[backends]\npreference = ["third"]\n')
     assert call() == "third"
-    monkeypatch.delenv("KVHAL_CONFIG")
+    monkeypatch.setenv("KVHAL_BACKEND", "portable_triton")
+    assert call() == "portable_triton"
+    kvhal.configure(preference=["third"], ops={"kv_index_cat": "reference_torch"})
+    assert call() == "third", "a preference overrules what is forced below it"
+    assert kvhal.explain("kv_index_cat").chosen == "reference_torch", "but not what is forced beside it"
+    kvhal.configure(strict=False)
+    assert call() == "portable_triton", "another setting overrules nothing"
+    kvhal.configure()
+    for name in ("KVHAL_CONFIG", "KVHAL_BACKEND"):
+        monkeypatch.delenv(name)
     assert call() == "reference_torch"
 
 
@@ -211,6 +221,27 @@ def test_a_launcher_is_bound_once_a_configuration(table: dict[str, Backend]) -> 
     with kvhal.use_backend("reference_torch"):
         call()
     assert len(bound) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"stages": "hadamard"}, ValueError("stages: has 'hadamard', needs a tuple of names out of norm, rope, hadamard")),
+        ({"stages": ("hadamrd",)}, ValueError("stages: has ('hadamrd',), needs a tuple of names")),
+        ({"stages": None}, ValueError("stages: has None, needs a tuple of names")),
+        ({"op": Op.STORE, "stages": ("norm",)}, ValueError("stages: has ('norm',), needs (): only fused_norm_rope")),
+        ({"layout": "V41_FORMAT"}, TypeError("layout: has a str, needs a KVCacheFormat")),
+        ({"device": "xpu:7"}, ValueError("device: has 'xpu:7', needs a torch device of this machine")),
+        ({"device": "toaster"}, ValueError("device: has 'toaster', needs a torch device of this machine")),
+        ({"block_size": 0}, ValueError("block_size: has 0, needs 1 <= block_size")),
+        ({"block_size": "64"}, TypeError("block_size: has '64', needs an int")),
+        ({"platform": "cuda"}, TypeError("platform: has a str, needs a Platform")),
+        ({"policy": "reference_torch"}, TypeError("policy: has a str, needs a Policy")),
+    ],
+)
+def test_explain_answers_no_question_that_it_does_not_understand(arguments: Any, error: Exception) -> None:
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        kvhal.explain(**{"op": Op.FUSED_STORE, "layout": kvhal.V41_FORMAT, **arguments})
 
 
 def test_explain_checks_its_question() -> None:

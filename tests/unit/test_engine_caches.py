@@ -36,6 +36,9 @@ SMALL = EngineConfig(
 )
 
 
+INDEX = KVCacheFormat("e4m3", 512, 32, 0, False, "ue8m0", "")
+
+
 def text(count: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return [BOS, *torch.randint(0, 256, (count - 1,), generator=generator).tolist()]
@@ -195,8 +198,8 @@ def test_refusals_name_what_is_wrong() -> None:
     engine = Engine(SMALL)
     (sequence,), _ = engine.prefill([text(95)])
     for call, message in (
-        (lambda: engine.prefill([[1], [2, 300]]), r"token_lists\[1\]\[1\]: has 300, needs 0 <= token < 257"),
-        (lambda: engine.prefill([[1]], chunk_size=0), "chunk_size: has 0, needs >= 1"),
+        (lambda: engine.prefill([[1], [2, 300]]), r"token_lists\[1\]\[1\]: has 300, needs 0 <= token_lists\[1\]\[1\] <= 256"),
+        (lambda: engine.prefill([[1]], chunk_size=0), "chunk_size: has 0, needs 1 <= chunk_size"),
         (lambda: engine.prefill([[1] * 97]), r"token_lists\[0\]: has 97 tokens, needs at most 96"),
         (lambda: engine.prefill_chunk([sequence], []), "chunks: has 0 entries, needs 1, one a sequence"),
         (lambda: engine.prefill_chunk([sequence], [[1, 2]]), "would have 97 tokens, needs at most max_seq_len 96"),
@@ -206,9 +209,23 @@ def test_refusals_name_what_is_wrong() -> None:
         (lambda: engine.decode([], []), "batch_size: has 0, needs 1..3"),
         (lambda: engine.generate([b"x" * 90], 7), "max_new_tokens: has 7, needs 1..6"),
         (lambda: engine.generate([b"x"], 0), "max_new_tokens: has 0"),
+        (lambda: engine.generate([b"", b"x" * 96], 1), r"prompts\[1\]: has 96 bytes, needs at most 95"),
+        (lambda: engine.generate([b"x" * 95], 2), r"max_new_tokens: has 2, needs 1\.\.1"),
+        (lambda: engine.decode([sequence], torch.tensor([1.9])), "tokens: has dtype torch.float32"),
+        (lambda: engine.decode([sequence], torch.tensor([[1]])), r"tokens: has shape \(1, 1\)"),
+        (lambda: Engine(SMALL, "xpu:7"), "device: has 'xpu:7', needs a torch device of this machine"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    for wrong, message in (
+        (lambda: engine.prefill([[1.9]]), r"token_lists\[0\]\[0\]: has 1.9, needs an int"),  # type: ignore[list-item]
+        (lambda: engine.prefill_chunk([sequence], [[True]]), r"chunks\[0\]\[0\]: has True"),
+        (lambda: engine.decode([sequence], [1.9]), r"tokens\[0\]: has 1.9"),  # type: ignore[list-item]
+        (lambda: engine.generate([b"x"], 2.5), "max_new_tokens: has 2.5"),  # type: ignore[arg-type]
+        (lambda: engine.generate([b"x"], 2, 2.5), "chunk_size: has 2.5"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=message):
+            wrong()
     assert sequence.length == 95
     engine.release([sequence])
     engine.release([sequence])
@@ -223,6 +240,11 @@ def test_refusals_name_what_is_wrong() -> None:
         ({"num_layers": 0}, "num_layers has 0, needs an int >= 1"),
         ({"top_k": 1.5}, "top_k has 1.5"),
         ({"num_blocks": -1}, "num_blocks has -1"),
+        ({"num_blocks": 2.5}, "num_blocks has 2.5, needs None or an int"),
+        ({"num_blocks": True}, "num_blocks has True"),
+        ({"main_format": INDEX}, r"main_format has e4m3\[512\]/32:ue8m0,raw, needs a record that loads as bf16 rows"),
+        ({"swa_format": INDEX}, r"swa_format has e4m3\[512\]/32:ue8m0,raw, needs"),
+        ({"index_format": "V41_FORMAT"}, "index_format has 'V41_FORMAT', needs a KVCacheFormat"),
         ({"swa_block_size": 5}, "swa_block_size has 5, needs >= window_size 12"),
         ({"ratio": 3}, "block_size has 16, needs a multiple of ratio 3"),
         ({"rope_dim": 63}, "rope_dim has 63, needs an even count below 128"),

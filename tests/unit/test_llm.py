@@ -259,7 +259,13 @@ def test_a_captured_step_is_the_step(model: Model, monkeypatch: pytest.MonkeyPat
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     device = SimpleNamespace(
-        Stream=lambda: stream, current_stream=lambda: stream, stream=lambda one: nullcontext(), CUDAGraph=Graph, graph=graph
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda one: nullcontext(),
+        CUDAGraph=Graph,
+        graph=graph,
     )
     batch = prompts(MIN_WIDTH - 4, 9)
     expected = generate(model, paged(blocks=40), batch, 10)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,6 +201,80 @@ def test_wrong_types_are_named(call: Any, text: str) -> None:
 def test_device_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="seqlens_k is on meta, needs cpu"):
         plan.build_compressed_load_plan(torch.ones(1, dtype=torch.int32, device="meta"), [[0]], block_size=4, ratio=1)
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """This process can have 1 GiB more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 2**30, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def fill_behind_ten_rows() -> None:
+    made = plan.BlockLoadPlanBuilder(1)
+    made.append_zero_fill(10)
+    made.append_zero_fill(INT32_MAX)
+
+
+HUGE = [INT32_MAX]
+TOO_LONG = {
+    "paged": (
+        lambda: plan.build_paged_slot_mapping(HUGE, HUGE, [[0]], block_size=64),
+        "block_tables: sequence 0 has 1 blocks of 64 tokens (64), needs 33554432 blocks",
+    ),
+    "compressed": (
+        lambda: plan.build_compressed_slot_mapping(HUGE, HUGE, [[0]], block_size=64, ratio=4),
+        "block_tables: sequence 0 has 1 blocks of 16 compressed tokens (16), needs 33554432 blocks",
+    ),
+    "load plan": (
+        lambda: plan.build_compressed_load_plan(HUGE * 2, np.broadcast_to(0, (2, INT32_MAX)), block_size=1, ratio=1),
+        "the plan has 4294967294 rows, needs at most 2147483647",
+    ),
+    "ring": (
+        lambda: plan.build_swa_slot_mapping(HUGE, HUGE, [-1], swa_block_size=4),
+        "state_ids[0] is -1, needs a ring block id",
+    ),
+    "ring ids": (lambda: plan.build_swa_slot_mapping(HUGE, HUGE, [0, 0], swa_block_size=4), "state_ids has 2 entries, needs 1"),
+    "pivots": (
+        lambda: plan.build_prefill_swa_pivots(HUGE, HUGE, window_size=4),
+        "window_size is 4 for 1 sequences and 2147483647",
+    ),
+    "pivots, valid": (
+        lambda: plan.build_prefill_swa_pivots([2**30], [2**30], window_size=4, swa_valid_starts=[]),
+        "swa_valid_starts has 0 entries, needs 1",
+    ),
+    "decode": (
+        lambda: plan.build_decode_swa_index(HUGE, [0], window_size=4, swa_block_size=8, seqlens_q=HUGE),
+        "swa_block_size is 8, needs 2147483650",
+    ),
+    "decode, valid": (
+        lambda: plan.build_decode_swa_index(
+            HUGE, [0], window_size=1, swa_block_size=INT32_MAX, seqlens_q=HUGE, swa_valid_starts=[0, 0]
+        ),
+        "swa_valid_starts has 2 entries, needs 1",
+    ),
+    "zeros": (fill_behind_ten_rows, "the plan has 2147483657 rows, needs at most 2147483647"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LONG)
+def test_lengths_are_refused_before_they_take_memory(what: str) -> None:
+    call, text = TOO_LONG[what]
+    with little_memory(), pytest.raises(ValueError) as error:
+        call()
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("device", ["bogus", "xpu:7", 3.5])
+def test_a_plan_goes_to_devices_that_are_there(device: Any) -> None:
+    made = plan.build_compressed_load_plan([3], [[0]], block_size=4, ratio=1)
+    with pytest.raises(ValueError, match=f"device: has {device!r}, needs a torch device of this machine"):
+        made.to(device)
 
 
 def test_a_refused_append_changes_nothing() -> None:

@@ -175,4 +175,4 @@ def test_doctor_says_nothing_of_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_field_is_optional() -> None:
-    assert Backend("mine", "anything", (), ("cpu",), lambda request: ()).tuned is None
+    assert Backend("mine", "anything", lambda request: ()).tuned is None

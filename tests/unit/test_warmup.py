@@ -144,6 +144,20 @@ def test_the_reference_is_bound_for_each_set_of_stages() -> None:
     }
 
 
+def test_one_of_each_will_do(kernels: Kernels) -> None:
+    kvhal.warmup(Op.FUSED_STORE, layouts=LAYOUT, block_size=4, fused=KINDS["norm, rope"])
+    assert [(request.op, request.layout) for request in kernels.binds] == [(Op.FUSED_STORE, LAYOUT)]
+    for arguments, message in (
+        ({"layouts": 3}, "layouts: has a int"),
+        ({"layouts": "V41_FORMAT"}, "layouts: has a str"),
+        ({"fused": None}, "fused: has a NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            kvhal.warmup(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="op: has 3, needs one of store_kv_cache"):
+        kvhal.warmup(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

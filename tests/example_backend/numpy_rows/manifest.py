@@ -16,8 +16,6 @@ def check(request: Request) -> tuple[Reason, ...]:
 BACKEND = Backend(
     name="numpy_rows",
     runs_on="CPUs, as an example",
-    language=("numpy",),
-    platforms=("cpu",),
     check=check,
     binders={
         Op.STORE: "numpy_rows.operations:bind_store",
