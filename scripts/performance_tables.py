@@ -67,6 +67,24 @@ def _small(document: dict[str, Any]) -> str:
     return f"{note}\n\n{markdown_table(head, table)}"
 
 
+def _floor(document: dict[str, Any]) -> str:
+    """What the bytes of a prefill chunk take at least, beside the same cells of h200_bench.json."""
+    other = json.loads((RESULTS / "h200_bench.json").read_text(encoding="utf-8"))
+    times = {(cell["op"], cell["format"], cell["tokens"], cell["backend"]): cell["median_us"] for cell in other["cells"]}
+    backends = list(dict.fromkeys(cell["backend"] for cell in other["cells"]))
+    rows = [
+        (
+            f"`{row['op']}`",
+            row["format"],
+            f"{row['us']:.2f}",
+            f"{row['share_of_copy']:.2f}",
+            *(f"{times[row['op'], row['format'], row['tokens'], backend]:.2f}" for backend in backends),
+        )
+        for row in document["rows"]
+    ]
+    return markdown_table(("operation", "format", "us at least", "share of copy", *(f"us, {name}" for name in backends)), rows)
+
+
 def _latency(document: dict[str, Any]) -> str:
     """Microseconds of one format by tokens, and of copies by bytes."""
     cells = document["cells"]
@@ -147,6 +165,7 @@ def _sanitize(document: dict[str, Any]) -> str:
 TABLES = {
     "profile": _made("h200_profile.json", _profile),
     "small": _made("h200_bench.json", _small),
+    "floor": _made("h200_floor.json", _floor),
     "latency": _made(LATENCY, _latency),
     "blocks": _made(BLOCKS, _blocks),
     "decode": _made("h200_decode.json", _decode),

@@ -90,7 +90,8 @@ def store_kernel(
             early = T.ceildiv(n, step * warps) <= FEW_STORE_BLOCKS
             if early:
                 call("kv::prefetch", T.address_of(slots[T.min(first, n - 1)]))
-            call("kv::ready", T.address_of(kv[T.min(first, n - 1), lane * OCTET]))
+            if layout.quantized_dtype != "e2m1":  # those take up to 0.3 us more with it at 4,096 and 8,192 tokens
+                call("kv::ready", T.address_of(kv[T.min(first, n - 1), lane * OCTET]))
             await_rows(early, kv, first, n, lane)
             for i in T.unroll(tokens):
                 row = T.min(first + i * side, n - 1)  # past the last token: its row again, for no slot

@@ -43,8 +43,8 @@ def measured(shape: Shape, op: str, layout: str, share: float, tokens: int = 524
 FUSED = "fused_norm_rope_hadamard_cast_store_kvcache"
 #: rounds and warps where tokens are too few to fill the device, and on an architecture that was not measured
 ONE_ROUND = (1, 4)
-#: one round of a store of e2m1 took 4.8 us at 8,192 tokens and 1.3 at 64, four rounds 5.6 and 2.1 (the file of `streamed`)
-FEW = 16384
+#: V41_FP4_FORMAT's store took 4.13 us at 8,192 tokens so and 7.09 at 16,384, with four rounds 5.13 and 6.57
+FEW = 8192
 #: V41_FP4_FORMAT's fused store took 2.24 us at 1,536 tokens and 2.89 at 2,048 so, as chunks 2.48 and 2.70;
 #: FP4_INDEX_KV_FORMAT's 2.61 at 6,144 and 3.41 at 8,192, as chunks 2.96 and 3.12
 FEW_FUSED, FEW_FUSED_INDEX = 1536, 6144
