@@ -103,8 +103,8 @@ def load(
         check_rows("load_segments", check_tensor("load_segments", load_segments, (torch.int32,), rank=2), columns=4)
         check_contiguous("load_segments", load_segments)
         total_k = check_int("total_k", total_k, 0)
-        result = new_load_output(geometry.layout, total_k, device) if out is None else _as_pair(out, geometry.layout)
-        kv, sf = _load_rows(result, geometry.layout, total_k)
+        result = load_output(out, geometry.layout, total_k, device)
+        kv, sf = load_rows(result, geometry.layout, total_k)
         check_same_device(device, "kv_cache", load_segments=load_segments, out=kv, **{"out.sf": sf})
         if load_segments.shape[0] == 0 or total_k == 0:
             return result
@@ -178,7 +178,12 @@ def new_load_output(layout: KVCacheFormat, total_k: int, device: torch.device) -
     return KVCacheTensors(data, torch.empty((total_k, *trailing), dtype=dtype, device=device))
 
 
-def _as_pair(out: torch.Tensor | KVCacheTensors, layout: KVCacheFormat) -> KVCacheTensors:
+def load_output(
+    out: torch.Tensor | KVCacheTensors | None, layout: KVCacheFormat, total_k: int, device: torch.device
+) -> KVCacheTensors:
+    """`out` with as many tensors as a load of `layout` writes, or new ones when None."""
+    if out is None:
+        return new_load_output(layout, total_k, device)
     if isinstance(out, torch.Tensor):
         out = KVCacheTensors(out, None)
     if not isinstance(out, tuple) or len(out) != 2:
@@ -190,7 +195,7 @@ def _as_pair(out: torch.Tensor | KVCacheTensors, layout: KVCacheFormat) -> KVCac
     return KVCacheTensors(*out)
 
 
-def _load_rows(result: KVCacheTensors, layout: KVCacheFormat, total_k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def load_rows(result: KVCacheTensors, layout: KVCacheFormat, total_k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output as 2-d rows, checked to hold total_k of them."""
     dtype, width = (
         (DATA_DTYPES[layout.quantized_dtype], layout.data_bytes) if layout.is_index else (torch.bfloat16, layout.elements)

@@ -46,7 +46,8 @@ def check_int(name: str, value: SupportsIndex, low: int, high: int = INT32_MAX) 
         TypeError: not an integer.
         ValueError: out of range.
     """
-    number = None if isinstance(value, bool) else _index(value)
+    # a size that torch.compile keeps variable is an int, and would be made a constant by _index
+    number = value if type(value) is int else None if isinstance(value, bool) else _index(value)
     if number is None:
         raise TypeError(f"{name}: has {value!r}, needs an int")
     if not low <= number <= high:

@@ -62,10 +62,10 @@ def fused(
         call.launch(kv, *stages, cache, slots, back)
     else:
         check_tensor("kv", kv, (torch.bfloat16, torch.float32))
-        _check_types(*stages, casting, out)
+        check_types(*stages, casting, out)
         layout, block_size = _layout(kv, casting, out)
         rows = record_rows("kv", kv, layout.elements)
-        norm, rope, cache, slots = _check_arguments(rows, *stages, out)
+        norm, rope, cache, slots = check_arguments(rows, *stages, out)
         stages = (norm, rope, hadamard)
         shape = (rows.shape[0], layout.elements)
         back = torch.empty(shape, dtype=torch.bfloat16, device=kv.device) if casting.cast_back else None
@@ -102,7 +102,8 @@ def _bound(
     return launch
 
 
-def _check_types(norm: Any, rope: Any, hadamard: Any, cast: Any, out: Any) -> None:
+def check_types(norm: Any, rope: Any, hadamard: Any, cast: Any, out: Any) -> None:
+    """What can be said without the tensors: classes, flags, and something to do."""
     check_type("cast_args", cast, CastArgs)
     optional = (("norm_args", norm, NormArgs), ("rope_args", rope, RopeArgs), ("hadamard_args", hadamard, HadamardArgs))
     for name, value, kind in (*optional, ("out_args", out, KVCacheOutArgs)):
@@ -112,19 +113,18 @@ def _check_types(norm: Any, rope: Any, hadamard: Any, cast: Any, out: Any) -> No
     check_flag("cast_args.cast_back", cast.cast_back)
     if rope is not None:
         check_flag("rope_args.is_neox_style", rope.is_neox_style)
+    if cast.round_sf != (cast.sf_format == "ue8m0"):
+        reject("cast_args.round_sf", f"{cast.round_sf} with sf_format {cast.sf_format!r}", "True exactly for 'ue8m0'")
+    if out is not None:
+        check_tensor("out_args.kv_cache", out.kv_cache, (torch.uint8, torch.bfloat16), rank=4)
+    elif not cast.cast_back:
+        reject("out_args", "None without cast_args.cast_back", "a KVCacheOutArgs, or cast_back=True", "nothing would be done")
 
 
 def _layout(kv: torch.Tensor, cast: CastArgs, out: KVCacheOutArgs | None) -> tuple[KVCacheFormat, int | None]:
     """The record's format and block size: the cache's, or the format that cast_args spells when nothing is stored."""
-    if cast.round_sf != (cast.sf_format == "ue8m0"):
-        reject("cast_args.round_sf", f"{cast.round_sf} with sf_format {cast.sf_format!r}", "True exactly for 'ue8m0'")
     if out is None:
-        if not cast.cast_back:
-            reject(
-                "out_args", "None without cast_args.cast_back", "a KVCacheOutArgs, or cast_back=True", "nothing would be done"
-            )
         return _record(cast, kv.shape[1:].numel()), None
-    check_tensor("out_args.kv_cache", out.kv_cache, (torch.uint8, torch.bfloat16), rank=4)
     layout = geometry_of(out.kv_cache, out.layout, None if out.layout else cast.sf_format).layout
     have = (cast.fmt, cast.num_per_channels, cast.sf_format)
     need = (layout.quantized_dtype, layout.elements_per_sf, layout.sf_format)
@@ -144,7 +144,7 @@ def _record(cast: CastArgs, elements: int) -> KVCacheFormat:
         raise ValueError(f"cast_args: {error}") from error
 
 
-def _check_arguments(
+def check_arguments(
     rows: torch.Tensor,
     norm: NormArgs | None,
     rope: RopeArgs | None,

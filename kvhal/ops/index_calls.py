@@ -104,8 +104,7 @@ def cat(
     else:
         check_tensor("left", left, INT32, rank=2)
         check_tensor("right", right, INT32, rank=2)
-        cached, cur = check_int("total_k_swa_cached", swa_cached, 0), check_int("total_k_swa_cur", swa_cur, 0)
-        base = check_int("total_k_swa_cached + total_k_swa_cur", cached + cur, 0)
+        base = check_base(swa_cached, swa_cur)
         if left.shape[0] != right.shape[0]:
             reject("right", f"{right.shape[0]} rows", f"{left.shape[0]}, as many as left")
         check_rows("left", left)
@@ -122,6 +121,12 @@ def cat(
         call = remember(scope, key, lambda: Call(launch, tensors, (swa_cur, fresh), new))
     keep_near(scope, INDEX_CAT, swa_cached, call, tensors, (), left, right, base, out)
     return out
+
+
+def check_base(swa_cached: int, swa_cur: int) -> int:
+    """What entries are shifted by."""
+    cached, cur = check_int("total_k_swa_cached", swa_cached, 0), check_int("total_k_swa_cur", swa_cur, 0)
+    return check_int("total_k_swa_cached + total_k_swa_cur", cached + cur, 0)
 
 
 def expand(scope: Scope, pivots: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
