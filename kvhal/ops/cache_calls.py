@@ -64,10 +64,12 @@ def store(
         device = kv_cache.device
         check_same_device(device, "kv_cache", kv=kv, slot_mapping=slot_mapping)
         check_contiguous("slot_mapping", slot_mapping)
-        if rows.shape[0] == 0 or kv_cache.shape[0] == 0:
+        if rows.shape[0] == 0:
             return None
         if scope.policy.strict:
             strict.check_store_slots(slot_mapping, kv_cache.shape[0] * geometry.block_size)
+        if kv_cache.shape[0] == 0:
+            return None
         launch = bound(scope, Op.STORE, geometry, geometry.layout, geometry.block_size, device)
         launch(rows, kv_cache, slot_mapping)
         call = remember(scope, key if rows is kv else None, lambda: Call(launch, tensors, (layout,)))

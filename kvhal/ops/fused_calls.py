@@ -69,10 +69,12 @@ def fused(
         stages = (norm, rope, hadamard)
         shape = (rows.shape[0], layout.elements)
         back = torch.empty(shape, dtype=torch.bfloat16, device=kv.device) if casting.cast_back else None
-        if rows.shape[0] == 0 or (back is None and cache is not None and cache.shape[0] == 0):
+        if rows.shape[0] == 0:
             return back
         if scope.policy.strict:
             _check_values(rope, cache, slots, block_size)
+        if back is None and cache is not None and cache.shape[0] == 0:
+            return None
         names = tuple(name for name, on in zip(STAGES, stages, strict=True) if on is not None)
         launch = _bound(scope, layout, block_size, kv.device, names)
         launch(rows, *stages, cache, slots, back)
