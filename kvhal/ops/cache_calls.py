@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.compiler import is_compiling
 
 from kvhal.binding import bound
 from kvhal.config import Scope
@@ -25,7 +24,7 @@ from kvhal.ops.checks import (
     record_rows,
     reject,
 )
-from kvhal.ops.repeated import LOAD, LOAD_SLOTS, STORE, Call, allocator, call_key, find, keep_near, remember
+from kvhal.ops.repeated import LOAD, LOAD_SLOTS, STORE, Call, allocator, call_key, find, is_traced, keep_near, remember
 
 BF16 = (torch.bfloat16,)
 
@@ -47,7 +46,7 @@ class KVCacheTensors(NamedTuple):
 def store(
     scope: Scope, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layout: KVCacheFormat | None
 ) -> None:
-    if is_compiling():
+    if is_traced(kv_cache):
         from kvhal import library
 
         return library.store_kv_cache(kv, kv_cache, slot_mapping, layout)
@@ -86,7 +85,7 @@ def load(
     layout: KVCacheFormat | None,
     sf_format: ScaleFormat | None,
 ) -> KVCacheTensors:
-    if is_compiling():
+    if is_traced(kv_cache):
         from kvhal import library
 
         return library.load_paged_kv_cache(kv_cache, load_segments, total_k, out, layout, sf_format)
@@ -129,7 +128,7 @@ def _pair_allocator(like: KVCacheTensors) -> Callable[[], tuple[torch.Tensor, to
 def load_slots(
     scope: Scope, kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None, layout: KVCacheFormat | None
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(kv_cache):
         from kvhal import library
 
         return library.load_kv_slots(kv_cache, slots, out, layout)

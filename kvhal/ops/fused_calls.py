@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from kvhal.binding import launcher
 from kvhal.config import Scope
@@ -30,7 +29,7 @@ from kvhal.ops.checks import (
     reject,
 )
 from kvhal.ops.fused_repeat import repeater, scalars_of, tensors_of
-from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, keep_near, remember
+from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, is_traced, keep_near, remember
 
 STAGES = ("norm", "rope", "hadamard")
 FP32_MAX = torch.finfo(torch.float32).max
@@ -45,7 +44,7 @@ def fused(
     casting: CastArgs,
     out: KVCacheOutArgs | None,
 ) -> torch.Tensor | None:
-    if is_compiling():
+    if is_traced(kv):
         from kvhal import library
 
         return library.fused_store(kv, norm, rope, hadamard, casting, out)

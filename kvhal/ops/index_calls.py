@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch.compiler import is_compiling
 
 from kvhal.binding import bound
 from kvhal.config import Scope
@@ -30,6 +29,7 @@ from kvhal.ops.repeated import (
     allocator,
     call_key,
     find,
+    is_traced,
     keep_near,
     remember,
 )
@@ -40,7 +40,7 @@ INT32 = (torch.int32,)
 def convert(
     scope: Scope, topk_idxs: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(topk_idxs):
         from kvhal import library
 
         return library.convert_kv_index(topk_idxs, block_tables, context_lens, block_size)
@@ -89,7 +89,7 @@ def _check_topk_strides(topk: torch.Tensor) -> None:
 def cat(
     scope: Scope, left: torch.Tensor, right: torch.Tensor, swa_cached: int, swa_cur: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(left):
         from kvhal import library
 
         return library.kv_index_cat(left, right, swa_cached, swa_cur, out)
@@ -130,7 +130,7 @@ def check_base(swa_cached: int, swa_cur: int) -> int:
 
 
 def expand(scope: Scope, pivots: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(pivots):
         from kvhal import library
 
         return library.expand_swa_index(pivots, width, out)
@@ -162,7 +162,7 @@ def expand(scope: Scope, pivots: torch.Tensor, width: int, out: torch.Tensor | N
 def decode(
     scope: Scope, windows: torch.Tensor, window_size: int, swa_block_size: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(windows):
         from kvhal import library
 
         return library.get_kv_swa_index_decode(windows, window_size, swa_block_size, out)

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import kvhal
 from kvhal import Op
+from kvhal.config import current
 from kvhal.layout import sf_output
 from kvhal.testing.case import PUBLIC
 from tests.faults.calls import Change, good
 from tests.faults.test_refuse_fused import part
+from tests.unit.hot_calls import CALLS
 
 OPS = torch.ops.kvhal
 FORMATS = [*kvhal.SUPPORTED_KV_CACHE_FORMATS, kvhal.BF16_FORMAT]
@@ -201,3 +204,20 @@ def test_compiled_refuses_what_eager_refuses(what: str) -> None:
 def test_a_meta_tensor_among_others_is_refused() -> None:
     with pytest.raises(ValueError, match="tensors: have devices cpu, meta, need one device"):
         OPS.expand_swa_index(int32([3, 2, 9, 1]), torch.zeros(1, 6, dtype=torch.int32, device="meta"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors_launch_nothing_and_are_not_remembered(name: str) -> None:
+    """Before and behind calls with real ones, and of several modes."""
+    call = CALLS[name]
+    for first in (lambda: None, call):
+        kvhal.configure()
+        first()
+        bound = dict(current().table)
+        for _ in range(2):
+            with FakeTensorMode():
+                fake = call()
+        assert current().table == bound
+        real = call()
+        assert type(real) is (type(None) if fake is None else torch.Tensor)
+        assert fake is None or (isinstance(fake, FakeTensor) and fake.shape == real.shape and fake.dtype == real.dtype)
