@@ -125,7 +125,7 @@ Launcher = Callable[..., None]
 #
 # request.layout and request.block_size are static for a launcher; block counts, block strides, rows and tokens are dynamic.
 # It may have attributes `prepare`, which makes what launches calls like one before, and `checks`, whether that looks at its
-# tensors itself ("Host time" in docs/adding_a_backend.md).
+# tensors itself ("Host time" in docs/adding_a_backend.md). What is written shares no byte with another tensor of the call.
 # Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Calls with nothing to write
 # never come; a cache without blocks does, and so does an index table without columns.
 #

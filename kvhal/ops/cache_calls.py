@@ -15,6 +15,7 @@ from kvhal.layout import DATA_DTYPES, geometry_of, sf_output
 from kvhal.ops import strict
 from kvhal.ops.checks import (
     SLOT_DTYPES,
+    check_apart,
     check_contiguous,
     check_int,
     check_rows,
@@ -63,6 +64,7 @@ def store(
         device = kv_cache.device
         check_same_device(device, "kv_cache", kv=kv, slot_mapping=slot_mapping)
         check_contiguous("slot_mapping", slot_mapping)
+        check_apart("kv_cache", kv_cache, kv=rows, slot_mapping=slot_mapping)
         if rows.shape[0] == 0:
             return None
         if scope.policy.strict:
@@ -109,6 +111,10 @@ def load(
         check_same_device(device, "kv_cache", load_segments=load_segments, out=kv, **{"out.sf": sf})
         if load_segments.shape[0] == 0 or total_k == 0:
             return result
+        written = kv[:total_k], None if sf is None else sf[:total_k]
+        for name, rows in zip(("out", "out.sf"), written, strict=True):
+            check_apart(name, rows, kv_cache=kv_cache, load_segments=load_segments)
+        check_apart("out", written[0], **{"out.sf": written[1]})
         if scope.policy.strict:
             strict.check_segments(load_segments, kv_cache.shape[0], geometry.block_size, total_k)
         launch = bound(scope, Op.LOAD, geometry, geometry.layout, geometry.block_size, device)
@@ -154,6 +160,7 @@ def load_slots(
         if slots.numel() == 0:
             return out
         rows, flat = _slot_rows(out, elements), slots.view(-1)
+        check_apart("out", rows, kv_cache=kv_cache, slots=slots)
         if scope.policy.strict:
             strict.check_load_slots(slots, kv_cache.shape[0] * geometry.block_size)
         launch = bound(scope, Op.LOAD_SLOTS, geometry, geometry.layout, geometry.block_size, device)

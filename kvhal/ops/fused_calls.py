@@ -18,6 +18,7 @@ from kvhal.layout import geometry_of
 from kvhal.ops import strict
 from kvhal.ops.checks import (
     SLOT_DTYPES,
+    check_apart,
     check_contiguous,
     check_flag,
     check_int,
@@ -65,6 +66,7 @@ def fused(
         layout, block_size = _layout(kv, casting, out)
         rows = record_rows("kv", kv, layout.elements)
         norm, rope, cache, slots = check_arguments(rows, *stages, out)
+        _check_memory(rows, norm, rope, cache, slots)
         stages = (norm, rope, hadamard)
         shape = (rows.shape[0], layout.elements)
         back = torch.empty(shape, dtype=torch.bfloat16, device=kv.device) if casting.cast_back else None
@@ -203,6 +205,15 @@ def _check_out(out: KVCacheOutArgs, tokens: int, device: torch.device) -> tuple[
         reject("out_args.slot_mapping", f"{slots.shape[0]} slots", f"{tokens}, one a token")
     check_same_device(device, "kv", **{"out_args.kv_cache": out.kv_cache, "out_args.slot_mapping": slots})
     return out.kv_cache, slots
+
+
+def _check_memory(
+    rows: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, cache: torch.Tensor | None, slots: torch.Tensor | None
+) -> None:
+    arguments = {"out_args.slot_mapping": slots, "norm_args.weight": None if norm is None else norm.weight}
+    if rope is not None:
+        arguments |= {"rope_args.positions": rope.positions, "rope_args.cos_sin_cache": rope.cos_sin_cache}
+    check_apart("out_args.kv_cache", cache, kv=rows, **arguments)
 
 
 def _check_values(

@@ -11,6 +11,7 @@ from kvhal.config import Scope
 from kvhal.interface import Op
 from kvhal.ops import strict
 from kvhal.ops.checks import (
+    check_apart,
     check_contiguous,
     check_int,
     check_rows,
@@ -63,6 +64,7 @@ def convert(
             reject("context_lens", f"shape {tuple(context_lens.shape)}", f"{(batch, queries)}, one length a query of topk_idxs")
         check_rows("block_tables", block_tables)
         _check_topk_strides(topk_idxs)
+        check_apart("topk_idxs", topk_idxs, block_tables=block_tables, context_lens=context_lens)
         if topk_idxs.numel() == 0:
             return topk_idxs
         if scope.policy.strict:
@@ -111,6 +113,7 @@ def cat(
         check_rows("right", right)
         out = _output(out, (left.shape[0], left.shape[1] + right.shape[1]), left.device)
         check_same_device(left.device, "left", right=right, out=out)
+        check_apart("out", out, left=left, right=right)
         if out.numel() == 0:
             return out
         if scope.policy.strict:
@@ -147,6 +150,7 @@ def expand(scope: Scope, pivots: torch.Tensor, width: int, out: torch.Tensor | N
         width = check_int("width", width, 0)
         out = _output(out, (pivots.shape[0], width), pivots.device)
         check_same_device(pivots.device, "pivots", out=out)
+        check_apart("out", out, pivots=pivots)
         if out.numel() == 0:
             return out
         if scope.policy.strict:
@@ -181,6 +185,7 @@ def decode(
         swa_block_size = check_int("swa_block_size", swa_block_size, 1)
         out = _output(out, (windows.shape[0], window_size), windows.device)
         check_same_device(windows.device, "kv_swa_index_offset_len", out=out)
+        check_apart("out", out, kv_swa_index_offset_len=windows)
         if out.numel() == 0:
             return out
         if scope.policy.strict:
