@@ -288,7 +288,7 @@ class KVCacheOutArgs:
     """Where a fused store writes: a paged cache, and one slot a token (see `store_kv_cache`).
 
     Args:
-        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``.
+        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``, as of `store_kv_cache`.
         slot_mapping: int32 or int64 ``[n]``.
         layout: the cache's format; None infers a built-in one.
     """

@@ -68,6 +68,10 @@ def min_block_stride(layout: KVCacheFormat, block_size: int) -> int:
 def alloc_kv_cache(num_blocks: int, block_size: int, layout: KVCacheFormat, device: torch.device | str) -> torch.Tensor:
     """An uninitialised paged cache.
 
+    Whole blocks of it, such as ``cache[2:7]`` or ``cache[::2]``, are a cache too; tokens, such as ``cache[:, :32]``, only where
+    the record is unquantised or `token_interleaved`. Elsewhere a block's scales lie behind all of its data, and a slice with
+    fewer tokens names other bytes, which its strides do not always tell.
+
     Args:
         num_blocks: blocks in the cache, >= 0.
         block_size: tokens a block, >= 1; any size.
@@ -105,7 +109,8 @@ def split_kv_cache(cache: torch.Tensor, layout: KVCacheFormat) -> tuple[torch.Te
     """Strided views of a cache's data and scales; nothing is copied.
 
     Args:
-        cache: ``[num_blocks, block_size, 1, bytes_per_token]`` as returned by `alloc_kv_cache`.
+        cache: ``[num_blocks, block_size, 1, bytes_per_token]`` as returned by `alloc_kv_cache`, or a slice that is a cache
+            (see there).
         layout: its format.
 
     Returns:
