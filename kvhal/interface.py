@@ -125,7 +125,7 @@ Launcher = Callable[..., None]
 #
 # request.layout and request.block_size are static for a launcher; block counts, block strides, rows and tokens are dynamic.
 # It may have attributes `prepare`, which makes what launches calls like one before, and `checks`, whether that looks at its
-# tensors itself ("Host time" in docs/adding_a_backend.md).
+# tensors itself ("Host time" in docs/adding_a_backend.md). What is written shares no byte with another tensor of the call.
 # Every tensor has inner stride 1 unless stated. "rows" marks a 2-d tensor whose row stride is free. Calls with nothing to write
 # never come; a cache without blocks does, and so does an index table without columns.
 #
@@ -147,8 +147,7 @@ Launcher = Callable[..., None]
 #                   become -1; out int32 rows [r, wl + wr]
 # EXPAND_SWA_INDEX  launch(pivots, out)
 #                   pivots int32 contiguous [n, 4]; out int32 rows [n, width]. A negative length counts as 0: with
-#                   l1 = max(len1, 0), column c is offset1 + c where c < l1, else offset2 + (c - l1) where c - l1 < len2,
-#                   else -1
+#                   l1 = max(len1, 0), column c is offset1 + c where c < l1, offset2 + c - l1 where c - l1 < len2, else -1
 # DECODE_SWA_INDEX  launch(offset_len, swa_block_size, out)
 #                   offset_len int32 contiguous [n, 2]; out int32 rows [n, window_size]; start_slot < 0 gives a row of -1.
 #                   Column j < valid_length is start - start % bs + (start % bs + j) % bs, computed in 64 bits
@@ -189,9 +188,7 @@ class Backend:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
-            raise ValueError(
-                f"backend name has {self.name!r}, needs an identifier: it is a folder, a config value and a test id"
-            )
+            raise ValueError(f"backend name has {self.name!r}, needs an identifier: a folder, a config value and a test id")
         for op, target in self.binders.items():
             if not isinstance(op, Op) or target.count(":") != 1:
                 raise ValueError(f"backend {self.name}: binders has {op!r}: {target!r}, needs Op: 'module:function'")
@@ -251,6 +248,10 @@ class RopeArgs:
     is_neox_style: bool = False
     offset: int | None = None
 
+    def first(self, elements: int) -> int:
+        """First rotated element of a record of `elements`."""
+        return elements - self.rope_dim if self.offset is None else self.offset
+
 
 @dataclass(frozen=True)
 class HadamardArgs:
@@ -278,9 +279,8 @@ class CastArgs:
     @classmethod
     def for_layout(cls, layout: KVCacheFormat, cast_back: bool = False) -> CastArgs:
         """The arguments that agree with `layout`."""
-        return cls(
-            layout.quantized_dtype, layout.elements_per_sf, layout.sf_format == "ue8m0", layout.sf_format, cast_back=cast_back
-        )
+        scale = layout.sf_format
+        return cls(layout.quantized_dtype, layout.elements_per_sf, scale == "ue8m0", scale, cast_back)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +288,7 @@ class KVCacheOutArgs:
     """Where a fused store writes: a paged cache, and one slot a token (see `store_kv_cache`).
 
     Args:
-        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``.
+        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``, as of `store_kv_cache`.
         slot_mapping: int32 or int64 ``[n]``.
         layout: the cache's format; None infers a built-in one.
     """

@@ -68,6 +68,10 @@ def min_block_stride(layout: KVCacheFormat, block_size: int) -> int:
 def alloc_kv_cache(num_blocks: int, block_size: int, layout: KVCacheFormat, device: torch.device | str) -> torch.Tensor:
     """An uninitialised paged cache.
 
+    Whole blocks of it, such as ``cache[2:7]`` or ``cache[::2]``, are a cache too; tokens, such as ``cache[:, :32]``, only where
+    the record is unquantised or `token_interleaved`. Elsewhere a block's scales lie behind all of its data, and a slice with
+    fewer tokens names other bytes, which its strides do not always tell.
+
     Args:
         num_blocks: blocks in the cache, >= 0.
         block_size: tokens a block, >= 1; any size.
@@ -105,7 +109,8 @@ def split_kv_cache(cache: torch.Tensor, layout: KVCacheFormat) -> tuple[torch.Te
     """Strided views of a cache's data and scales; nothing is copied.
 
     Args:
-        cache: ``[num_blocks, block_size, 1, bytes_per_token]`` as returned by `alloc_kv_cache`.
+        cache: ``[num_blocks, block_size, 1, bytes_per_token]`` as returned by `alloc_kv_cache`, or a slice that is a cache
+            (see there).
         layout: its format.
 
     Returns:
@@ -193,10 +198,7 @@ def geometry_of(
     cache: torch.Tensor, layout: KVCacheFormat | None = None, sf_format: ScaleFormat | None = None
 ) -> CacheGeometry:
     """`resolve_kv_cache_layout`, returning the whole geometry; one dictionary look-up for facts seen before."""
-    if not (layout is None or isinstance(layout, KVCacheFormat)):
-        raise ValueError(f"layout: has {layout!r}, needs a KVCacheFormat or None")
-    if not (sf_format is None or isinstance(sf_format, str)):
-        raise ValueError(f"sf_format: has {sf_format!r}, needs one of {', '.join(SF_DTYPES)} or None")
+    check_format(layout, sf_format)
     geometry = _geometry(cache.dtype, cache.shape, cache.stride(), layout, sf_format)
     if cache.data_ptr() % ALIGNMENT:
         raise ValueError(
@@ -204,6 +206,18 @@ def geometry_of(
             "needs 0; allocate it with alloc_kv_cache, or slice whole blocks"
         )
     return geometry
+
+
+def check_format(layout: object, sf_format: object = None) -> None:
+    """A format and a scale format that are left out, or of their own classes.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    if not (layout is None or isinstance(layout, KVCacheFormat)):
+        raise ValueError(f"layout: has {layout!r}, needs a KVCacheFormat or None")
+    if not (sf_format is None or isinstance(sf_format, str)):
+        raise ValueError(f"sf_format: has {sf_format!r}, needs one of {', '.join(SF_DTYPES)} or None")
 
 
 @lru_cache(maxsize=4096)
@@ -218,8 +232,7 @@ def _geometry(
         raise ValueError(f"kv_cache: has shape {tuple(shape)}, needs [num_blocks, block_size, 1, record]")
     if shape[1] < 1:
         raise ValueError(f"kv_cache: has block_size {shape[1]}, needs >= 1")
-    layout = infer_layout(dtype, shape[3], sf_format) if layout is None else layout
-    _check_layout(dtype, shape[3], layout, sf_format)
+    layout = layout_of(dtype, shape[3], layout, sf_format)
     item = 2 if layout.quantized_dtype is None else 1
     needed = layout.bytes_per_token // item
     block_stride = strides[0] * item if shape[0] > 1 else max(strides[0] * item, min_block_stride(layout, shape[1]))
@@ -233,7 +246,12 @@ def _geometry(
     return cache_geometry(layout, shape[1], block_stride)
 
 
-def _check_layout(dtype: torch.dtype, width: int, layout: KVCacheFormat, sf_format: ScaleFormat | None) -> None:
+def layout_of(
+    dtype: torch.dtype, width: int, layout: KVCacheFormat | None, sf_format: ScaleFormat | None = None
+) -> KVCacheFormat:
+    """The format of records of a dtype and width: `resolve_kv_cache_layout` without a tensor to check."""
+    check_format(layout, sf_format)
+    layout = _infer_layout(dtype, width, sf_format) if layout is None else layout
     if sf_format is not None and sf_format != layout.sf_format:
         raise ValueError(f"sf_format: has {sf_format!r}, but layout {layout} has {layout.sf_format!r}; leave one of them out")
     unquantized = layout.quantized_dtype is None
@@ -245,10 +263,11 @@ def _check_layout(dtype: torch.dtype, width: int, layout: KVCacheFormat, sf_form
             f"kv_cache: has dtype {dtype} and last dimension {width}, needs {dtype_needed} and {width_needed} "
             f"for layout {layout}"
         )
+    return layout
 
 
-def infer_layout(dtype: torch.dtype, width: int, sf_format: ScaleFormat | None = None) -> KVCacheFormat:
-    """The one built-in format of a dtype and record width; `resolve_kv_cache_layout` without a tensor to check."""
+def _infer_layout(dtype: torch.dtype, width: int, sf_format: ScaleFormat | None) -> KVCacheFormat:
+    """The one built-in format of a dtype and record width."""
     candidates = [
         layout
         for layout in (*SUPPORTED_KV_CACHE_FORMATS, BF16_FORMAT)

@@ -1,8 +1,8 @@
 """The operations as torch.library operators (``torch.ops.kvhal.*``): what torch.compile sees.
 
 Every operator writes into tensors that it is given and returns nothing; results are allocated before it, while tracing too.
-A format travels as text, "" where it is inferred. The operators call the public functions, which validate; eager calls of the
-public functions never come here.
+A format travels as text, "" where it is inferred. The operators call the public functions, which validate; what a schema would
+turn into something valid is checked before. Eager calls of the public functions never come here.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import torch
 
 from kvhal.formats import KVCacheFormat, QuantizedDtype, ScaleFormat, format_from_text, format_to_text
 from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, NormArgs, RopeArgs
-from kvhal.layout import infer_layout
+from kvhal.layout import check_format, layout_of
 from kvhal.ops import cache as eager
 from kvhal.ops import fused as eager_fused
 from kvhal.ops import index as eager_index
 from kvhal.ops import plan as eager_plan
-from kvhal.ops.cache import KVCacheTensors, new_load_output
+from kvhal.ops.cache_calls import KVCacheTensors, load_output, load_rows
+from kvhal.ops.checks import check_int, int32_output, record_rows
+from kvhal.ops.fused_calls import check_arguments, check_types
+from kvhal.ops.index_calls import check_base
 
 
 def _text(layout: KVCacheFormat | None) -> str:
+    check_format(layout)
     return "" if layout is None else format_to_text(layout)
 
 
@@ -99,7 +103,7 @@ def _fused(
     result = eager_fused.fused_norm_rope_hadamard_cast_store_kvcache(
         kv,
         norm_args=None if weight is None else NormArgs(weight, eps),
-        rope_args=None if positions is None else RopeArgs(positions, cos_sin_cache, rope[0], bool(rope[1]), rope[2]),
+        rope_args=None if positions is None else RopeArgs(positions, cos_sin_cache, rope[0], bool(rope[1]), *rope[2:]),
         hadamard_args=HadamardArgs() if hadamard else None,
         cast_args=CastArgs(
             cast(QuantizedDtype | None, fmt),
@@ -123,11 +127,14 @@ def _fused(
 @_decode.register_fake
 @_expand_plan.register_fake
 @_fused.register_fake
-def _writes_only(*_: object) -> None:
-    """Results are arguments: there is nothing to shape."""
+def _writes_only(*arguments: object) -> None:
+    """Results are arguments: there is nothing to shape. Called for a meta tensor too, whatever the others are."""
+    devices = {str(given.device) for given in arguments if isinstance(given, torch.Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"tensors: have devices {', '.join(sorted(devices))}, need one device")
 
 
-# What the public functions do while compiling: allocate, then call the operator.
+# What the public functions do while compiling: check what is no tensor, allocate, then call the operator.
 
 
 def store_kv_cache(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layout: KVCacheFormat | None) -> None:
@@ -142,10 +149,9 @@ def load_paged_kv_cache(
     layout: KVCacheFormat | None,
     sf_format: ScaleFormat | None,
 ) -> KVCacheTensors:
-    layout = layout or infer_layout(kv_cache.dtype, kv_cache.shape[-1], sf_format)
-    if out is None:
-        out = new_load_output(layout, total_k, kv_cache.device)
-    result = KVCacheTensors(out, None) if isinstance(out, torch.Tensor) else out
+    layout = layout_of(kv_cache.dtype, kv_cache.shape[-1], layout, sf_format)
+    result = load_output(out, layout, check_int("total_k", total_k, 0), kv_cache.device)
+    load_rows(result, layout, total_k)
     # float8 results go in as bytes: torch's own operator checks cannot compare float8 tensors
     data = result.kv.view(torch.uint8) if result.kv.dtype == torch.float8_e4m3fn else result.kv
     torch.ops.kvhal.load_paged_kv_cache(kv_cache, load_segments, total_k, data, result.sf, _text(layout))
@@ -155,7 +161,7 @@ def load_paged_kv_cache(
 def load_kv_slots(
     kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None, layout: KVCacheFormat | None
 ) -> torch.Tensor:
-    layout = layout or infer_layout(kv_cache.dtype, kv_cache.shape[-1])
+    layout = layout_of(kv_cache.dtype, kv_cache.shape[-1], layout)
     if out is None:
         out = torch.empty((*slots.shape, layout.elements), dtype=torch.bfloat16, device=kv_cache.device)
     torch.ops.kvhal.load_kv_slots(kv_cache, slots, out, _text(layout))
@@ -165,24 +171,21 @@ def load_kv_slots(
 def convert_kv_index(
     topk_idxs: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    torch.ops.kvhal.convert_kv_index(topk_idxs, block_tables, context_lens, block_size)
+    torch.ops.kvhal.convert_kv_index(topk_idxs, block_tables, context_lens, check_int("block_size", block_size, 1))
     return topk_idxs
-
-
-def _int32(out: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((rows, columns), dtype=torch.int32, device=device) if out is None else out
 
 
 def kv_index_cat(
     left: torch.Tensor, right: torch.Tensor, swa_cached: int, swa_cur: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    out = _int32(out, left.shape[0], left.shape[1] + right.shape[1], left.device)
+    check_base(swa_cached, swa_cur)
+    out = int32_output(out, (left.shape[0], left.shape[1] + right.shape[1]), left.device)
     torch.ops.kvhal.kv_index_cat(left, right, swa_cached, swa_cur, out)
     return out
 
 
 def expand_swa_index(pivots: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
-    out = _int32(out, pivots.shape[0], width, pivots.device)
+    out = int32_output(out, (pivots.shape[0], check_int("width", width, 0)), pivots.device)
     torch.ops.kvhal.expand_swa_index(pivots, out)
     return out
 
@@ -190,7 +193,8 @@ def expand_swa_index(pivots: torch.Tensor, width: int, out: torch.Tensor | None)
 def get_kv_swa_index_decode(
     offset_len: torch.Tensor, window_size: int, swa_block_size: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    out = _int32(out, offset_len.shape[0], window_size, offset_len.device)
+    swa_block_size = check_int("swa_block_size", swa_block_size, 1)
+    out = int32_output(out, (offset_len.shape[0], check_int("window_size", window_size, 0)), offset_len.device)
     torch.ops.kvhal.get_kv_swa_index_decode(offset_len, swa_block_size, out)
     return out
 
@@ -198,7 +202,8 @@ def get_kv_swa_index_decode(
 def expand_load_plan(
     spans: torch.Tensor, block_tables: torch.Tensor, block_size: int, num_segments: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    out = _int32(out, num_segments, 4, spans.device)
+    block_size = check_int("block_size", block_size, 1)
+    out = int32_output(out, (check_int("num_segments", num_segments, 0), 4), spans.device)
     torch.ops.kvhal.expand_load_plan(spans, block_tables, block_size, out)
     return out
 
@@ -211,28 +216,28 @@ def fused_store(
     cast_args: CastArgs,
     out: KVCacheOutArgs | None,
 ) -> torch.Tensor | None:
-    elements = kv.shape[1:].numel()
-    back = torch.empty((kv.shape[0], elements), dtype=torch.bfloat16, device=kv.device) if cast_args.cast_back else None
-    rope_facts = [] if rope is None else [rope.rope_dim, int(rope.is_neox_style), _rope_offset(rope, elements)]
+    check_types(norm, rope, hadamard, cast_args, out)
+    rows = record_rows("kv", kv, kv.shape[1:].numel())
+    norm, rope, cache, slots = check_arguments(rows, norm, rope, hadamard, out)
+    back = torch.empty(rows.shape, dtype=torch.bfloat16, device=kv.device) if cast_args.cast_back else None
+    rotation: list[int] = []
+    if rope is not None:
+        rotation = [rope.rope_dim, int(rope.is_neox_style), *(() if rope.offset is None else (rope.offset,))]
     torch.ops.kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
         kv,
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
         None if rope is None else rope.positions,
         None if rope is None else rope.cos_sin_cache,
-        rope_facts,
+        rotation,
         hadamard is not None,
         cast_args.fmt,
         cast_args.num_per_channels,
         cast_args.round_sf,
         cast_args.sf_format,
-        None if out is None else out.kv_cache,
-        None if out is None else out.slot_mapping,
+        cache,
+        slots,
         _text(None if out is None else out.layout),
         back,
     )
     return back
-
-
-def _rope_offset(rope: RopeArgs, elements: int) -> int:
-    return elements - rope.rope_dim if rope.offset is None else rope.offset

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvhal.interface import RopeArgs
 from kvhal.numerics import widen
 
 
@@ -62,7 +63,7 @@ def rope(
         fp32 ``[n, elements]``, a new tensor.
     """
     half, count = rope_dim // 2, cos_sin_cache.shape[0]
-    begin = x.shape[1] - rope_dim if offset is None else offset
+    begin = RopeArgs(positions, cos_sin_cache, rope_dim, is_neox_style, offset).first(x.shape[1])
     valid = ((positions >= 0) & (positions < count)).unsqueeze(1)
     if count:
         cos_sin = cos_sin_cache[positions.to(torch.int64).clamp(0, count - 1)].masked_fill(~valid, 0.0)

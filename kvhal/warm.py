@@ -167,7 +167,7 @@ def _warm_index(op: Op, block_size: int, device: torch.device) -> None:
     for rows in _counts(device):
         table = zeros(rows, WIDTH)
         if op == Op.CONVERT_INDEX:
-            convert_kv_index(table[None], table[:1], zeros(1, rows), block_size)
+            convert_kv_index(table[None], zeros(1, WIDTH), zeros(1, rows), block_size)
         elif op == Op.INDEX_CAT:
             kv_index_cat(table, table, 0, 0)
         elif op == Op.EXPAND_SWA_INDEX:

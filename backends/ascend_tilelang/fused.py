@@ -168,14 +168,11 @@ class _FusedStore:
             0.0 if norm is None else norm.eps,
             0 if rotary is None else rotary.positions.element_size() // 4,
             int(rotary is not None and rotary.is_neox_style),
-            0 if rotary is None else self._first(rotary),
+            0 if rotary is None else rotary.first(self._layout.elements),
             int(transform is not None),
             0 if slots is None else slots.element_size() // 4,
             self._compiler.cores,
         )
-
-    def _first(self, rotary: RopeArgs) -> int:
-        return self._layout.elements - rotary.rope_dim if rotary.offset is None else rotary.offset
 
     def _empty(self, device: torch.device) -> dict[str, torch.Tensor]:
         record = self._record

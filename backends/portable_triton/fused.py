@@ -13,7 +13,7 @@ from kvhal.backends.portable_triton.launch import Kernel, await_previous, few_sh
 from kvhal.backends.portable_triton.load import write_rows
 from kvhal.backends.portable_triton.packed import addresses, pair_bf16, rows_of
 from kvhal.backends.portable_triton.prepared import launcher
-from kvhal.backends.portable_triton.record import Record, by_pairs, record_of, whole_octets
+from kvhal.backends.portable_triton.record import by_pairs, record_of, whole_octets
 from kvhal.backends.portable_triton.stages import Stages, hadamard, pair_turns, rms_norm, rotate_any, rotate_pairs
 from kvhal.backends.portable_triton.store import (
     element_of,
@@ -142,10 +142,6 @@ def dequantise(data, scale, rec: tl.constexpr):
     return bits
 
 
-def _offset(rope: RopeArgs, record: Record) -> int:
-    return record.elements - rope.rope_dim if rope.offset is None else rope.offset
-
-
 def bind_fused_store(request: Request) -> Launcher:
     """The launcher of FUSED_STORE (kvhal.interface, "Launchers")."""
     layout = request.layout
@@ -157,7 +153,7 @@ def bind_fused_store(request: Request) -> Launcher:
     limit, few_warps = few_shape("fused_few", record, request.platform)
 
     def kernel_of(octets: bool, few: bool, norm: NormArgs | None, rope: RopeArgs | None, *flags: bool) -> tuple[Kernel, int]:
-        rotation = (0, 0, False) if rope is None else (rope.rope_dim, _offset(rope, record), rope.is_neox_style)
+        rotation = (0, 0, False) if rope is None else (rope.rope_dim, rope.first(record.elements), rope.is_neox_style)
         key = (octets, few, norm is None, rotation, flags)
         kernel = kernels.get(key)
         if kernel is None:

@@ -1,4 +1,7 @@
-"""The index operations in plain torch: 64-bit arithmetic, results cut to their low 32 bits."""
+"""The index operations in plain torch: 64-bit arithmetic, results cut to their low 32 bits.
+
+What is written may be an inference tensor, which torch writes in inference mode only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _INT32_MAX = torch.iinfo(torch.int32).max
 def bind_convert_index(request: Request) -> Launcher:
     """Launcher of CONVERT_INDEX; the contract is in `kvhal.interface`."""
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def launch(topk: Tensor, block_tables: Tensor, context_lens: Tensor, block_size: int) -> None:
         batch, queries, count = topk.shape
         width = block_tables.shape[1]
@@ -36,7 +39,7 @@ def bind_convert_index(request: Request) -> Launcher:
 def bind_index_cat(request: Request) -> Launcher:
     """Launcher of INDEX_CAT; the contract is in `kvhal.interface`."""
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def launch(left: Tensor, right: Tensor, base: int, out: Tensor) -> None:
         width = left.shape[1]
         out[:, :width].copy_(left)
@@ -48,7 +51,7 @@ def bind_index_cat(request: Request) -> Launcher:
 def bind_expand_swa_index(request: Request) -> Launcher:
     """Launcher of EXPAND_SWA_INDEX; the contract is in `kvhal.interface`."""
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def launch(pivots: Tensor, out: Tensor) -> None:
         offset1, len1, offset2, len2 = pivots.to(torch.int64).unsqueeze(2).unbind(1)
         column = torch.arange(out.shape[1], device=out.device)
@@ -62,7 +65,7 @@ def bind_expand_swa_index(request: Request) -> Launcher:
 def bind_decode_swa_index(request: Request) -> Launcher:
     """Launcher of DECODE_SWA_INDEX; the contract is in `kvhal.interface`."""
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def launch(offset_len: Tensor, swa_block_size: int, out: Tensor) -> None:
         start, length = offset_len.to(torch.int64).unsqueeze(2).unbind(1)
         column = torch.arange(out.shape[1], device=out.device)

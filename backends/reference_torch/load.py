@@ -38,7 +38,7 @@ def bind_load_slots(request: Request) -> Launcher:
     """Launcher of LOAD_SLOTS; the contract is in `kvhal.interface`."""
     layout = layout_of(request)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # `out` itself is written, which may be an inference tensor
     def launch(cache: Tensor, slots: Tensor, out: Tensor) -> None:
         for rows in row_chunks(slots.shape[0], layout.elements, cache.device):
             data, sf, valid = gather_records(cache, layout, slots[rows])

@@ -11,7 +11,7 @@ from kvhal.interface import Launcher, Request
 def bind_expand_load_plan(request: Request) -> Launcher:
     """Launcher of EXPAND_LOAD_PLAN; the contract is in `kvhal.interface`."""
 
-    @torch.no_grad()
+    @torch.inference_mode()  # `out` may be an inference tensor
     def launch(spans: Tensor, block_tables: Tensor, block_size: int, out: Tensor) -> None:
         if spans.shape[0] == 0:
             _fill(out, -1, 0, 0, 0)

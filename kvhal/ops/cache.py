@@ -24,13 +24,13 @@ def store_kv_cache(
 
     Args:
         kv: bf16 ``[n, ...]``; the trailing dimensions flatten to one record; any row stride.
-        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]`` from `alloc_kv_cache`.
+        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]`` from `alloc_kv_cache`, which says how it may be sliced.
         slot_mapping: int32 or int64 ``[n]``, ``block * block_size + offset``. A slot < 0 (padding is -1) or beyond the cache is
             skipped. Duplicates: one of the writers wins; on a GPU, byte by byte (strict mode refuses them).
         layout: the cache's format; None infers a built-in one.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
         InvalidMetadata: strict mode, a slot is out of range (other than -1) or a duplicate.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
 
@@ -71,7 +71,7 @@ def load_paged_kv_cache(
     """Gathers runs of records into contiguous rows, dequantised for main layouts, raw for index layouts.
 
     Args:
-        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``.
+        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``, as of `store_kv_cache`.
         load_segments: int32 ``[s, 4]``, rows ``[src_block, src_begin, src_end, dst_offset]``, half-open in tokens of the block.
             ``src_block == -1``, and any block id that is not in the cache, writes zeros (data and scales).
         total_k: rows of the result.
@@ -85,7 +85,7 @@ def load_paged_kv_cache(
         KVCacheTensors: `out` as it was passed, or the new tensors.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
         InvalidMetadata: strict mode, a segment reaches outside the cache, its block or the output.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
 
@@ -127,7 +127,7 @@ def load_kv_slots(
     """One dequantised bf16 record a slot: what a decode attention reads.
 
     Args:
-        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``; index layouts are dequantised too.
+        kv_cache: ``[num_blocks, block_size, 1, bytes_per_token]``, as of `store_kv_cache`; index layouts are dequantised too.
         slots: int32 or int64, any shape, contiguous; a slot out of range gives zeros.
         out: bf16 ``[*slots.shape, elements]``, None allocates.
         layout: the cache's format; None infers a built-in one.
@@ -136,7 +136,7 @@ def load_kv_slots(
         bf16 ``[*slots.shape, elements]``.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
         InvalidMetadata: strict mode, a slot is out of range (other than -1).
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
     """

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.compiler import is_compiling
 
 from kvhal.binding import bound
 from kvhal.config import Scope
@@ -16,6 +15,7 @@ from kvhal.layout import DATA_DTYPES, geometry_of, sf_output
 from kvhal.ops import strict
 from kvhal.ops.checks import (
     SLOT_DTYPES,
+    check_apart,
     check_contiguous,
     check_int,
     check_rows,
@@ -25,7 +25,7 @@ from kvhal.ops.checks import (
     record_rows,
     reject,
 )
-from kvhal.ops.repeated import LOAD, LOAD_SLOTS, STORE, Call, allocator, call_key, find, keep_near, remember
+from kvhal.ops.repeated import LOAD, LOAD_SLOTS, STORE, Call, allocator, call_key, find, is_traced, keep_near, remember
 
 BF16 = (torch.bfloat16,)
 
@@ -47,7 +47,7 @@ class KVCacheTensors(NamedTuple):
 def store(
     scope: Scope, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layout: KVCacheFormat | None
 ) -> None:
-    if is_compiling():
+    if is_traced(kv_cache):
         from kvhal import library
 
         return library.store_kv_cache(kv, kv_cache, slot_mapping, layout)
@@ -64,10 +64,13 @@ def store(
         device = kv_cache.device
         check_same_device(device, "kv_cache", kv=kv, slot_mapping=slot_mapping)
         check_contiguous("slot_mapping", slot_mapping)
-        if rows.shape[0] == 0 or kv_cache.shape[0] == 0:
+        check_apart("kv_cache", kv_cache, kv=rows, slot_mapping=slot_mapping)
+        if rows.shape[0] == 0:
             return None
         if scope.policy.strict:
             strict.check_store_slots(slot_mapping, kv_cache.shape[0] * geometry.block_size)
+        if kv_cache.shape[0] == 0:
+            return None
         launch = bound(scope, Op.STORE, geometry, geometry.layout, geometry.block_size, device)
         launch(rows, kv_cache, slot_mapping)
         call = remember(scope, key if rows is kv else None, lambda: Call(launch, tensors, (layout,)))
@@ -84,7 +87,7 @@ def load(
     layout: KVCacheFormat | None,
     sf_format: ScaleFormat | None,
 ) -> KVCacheTensors:
-    if is_compiling():
+    if is_traced(kv_cache):
         from kvhal import library
 
         return library.load_paged_kv_cache(kv_cache, load_segments, total_k, out, layout, sf_format)
@@ -103,11 +106,15 @@ def load(
         check_rows("load_segments", check_tensor("load_segments", load_segments, (torch.int32,), rank=2), columns=4)
         check_contiguous("load_segments", load_segments)
         total_k = check_int("total_k", total_k, 0)
-        result = new_load_output(geometry.layout, total_k, device) if out is None else _as_pair(out, geometry.layout)
-        kv, sf = _load_rows(result, geometry.layout, total_k)
+        result = load_output(out, geometry.layout, total_k, device)
+        kv, sf = load_rows(result, geometry.layout, total_k)
         check_same_device(device, "kv_cache", load_segments=load_segments, out=kv, **{"out.sf": sf})
         if load_segments.shape[0] == 0 or total_k == 0:
             return result
+        written = kv[:total_k], None if sf is None else sf[:total_k]
+        for name, rows in zip(("out", "out.sf"), written, strict=True):
+            check_apart(name, rows, kv_cache=kv_cache, load_segments=load_segments)
+        check_apart("out", written[0], **{"out.sf": written[1]})
         if scope.policy.strict:
             strict.check_segments(load_segments, kv_cache.shape[0], geometry.block_size, total_k)
         launch = bound(scope, Op.LOAD, geometry, geometry.layout, geometry.block_size, device)
@@ -127,7 +134,7 @@ def _pair_allocator(like: KVCacheTensors) -> Callable[[], tuple[torch.Tensor, to
 def load_slots(
     scope: Scope, kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None, layout: KVCacheFormat | None
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(kv_cache):
         from kvhal import library
 
         return library.load_kv_slots(kv_cache, slots, out, layout)
@@ -153,6 +160,7 @@ def load_slots(
         if slots.numel() == 0:
             return out
         rows, flat = _slot_rows(out, elements), slots.view(-1)
+        check_apart("out", rows, kv_cache=kv_cache, slots=slots)
         if scope.policy.strict:
             strict.check_load_slots(slots, kv_cache.shape[0] * geometry.block_size)
         launch = bound(scope, Op.LOAD_SLOTS, geometry, geometry.layout, geometry.block_size, device)
@@ -178,7 +186,12 @@ def new_load_output(layout: KVCacheFormat, total_k: int, device: torch.device) -
     return KVCacheTensors(data, torch.empty((total_k, *trailing), dtype=dtype, device=device))
 
 
-def _as_pair(out: torch.Tensor | KVCacheTensors, layout: KVCacheFormat) -> KVCacheTensors:
+def load_output(
+    out: torch.Tensor | KVCacheTensors | None, layout: KVCacheFormat, total_k: int, device: torch.device
+) -> KVCacheTensors:
+    """`out` with as many tensors as a load of `layout` writes, or new ones when None."""
+    if out is None:
+        return new_load_output(layout, total_k, device)
     if isinstance(out, torch.Tensor):
         out = KVCacheTensors(out, None)
     if not isinstance(out, tuple) or len(out) != 2:
@@ -190,7 +203,7 @@ def _as_pair(out: torch.Tensor | KVCacheTensors, layout: KVCacheFormat) -> KVCac
     return KVCacheTensors(*out)
 
 
-def _load_rows(result: KVCacheTensors, layout: KVCacheFormat, total_k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def load_rows(result: KVCacheTensors, layout: KVCacheFormat, total_k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output as 2-d rows, checked to hold total_k of them."""
     dtype, width = (
         (DATA_DTYPES[layout.quantized_dtype], layout.data_bytes) if layout.is_index else (torch.bfloat16, layout.elements)

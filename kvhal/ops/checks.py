@@ -46,7 +46,8 @@ def check_int(name: str, value: SupportsIndex, low: int, high: int = INT32_MAX) 
         TypeError: not an integer.
         ValueError: out of range.
     """
-    number = None if isinstance(value, bool) else _index(value)
+    # a size that torch.compile keeps variable is an int, and would be made a constant by _index
+    number = value if type(value) is int else None if isinstance(value, bool) else _index(value)
     if number is None:
         raise TypeError(f"{name}: has {value!r}, needs an int")
     if not low <= number <= high:
@@ -122,6 +123,39 @@ def check_writable_rows(name: str, tensor: torch.Tensor) -> None:
     """Rows of an output do not overlap."""
     if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[-1]:
         reject(name, f"strides {tensor.stride()}", "rows that do not overlap", "pass a tensor that was not expanded")
+
+
+def check_apart(name: str, written: torch.Tensor | None, **others: torch.Tensor | None) -> None:
+    """What is written shares no byte with another tensor of the call: kernels read it before that write, or behind it.
+
+    Raises:
+        ValueError: it does, or lies between the other's bytes in another way than side by side in steps of one stride.
+    """
+    for other, tensor in others.items():
+        if written is not None and tensor is not None and not _apart(written, tensor):
+            reject(name, f"memory that {other} has too", "memory of its own", f"pass another buffer, or {other}.clone()")
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie one behind the other, or side by side in each step of some stride."""
+    ours, theirs = one.untyped_storage(), other.untyped_storage()
+    start, begin = ours.data_ptr(), theirs.data_ptr()
+    if start + ours.nbytes() <= begin or begin + theirs.nbytes() <= start:
+        return True
+    if not one.data_ptr() or not other.data_ptr():  # without elements, or on the meta device
+        return True
+    steps = [
+        [(stride * tensor.element_size(), size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        for tensor in (one, other)
+    ]
+    for period in {1 << 64, *(step for taken in steps for step, count in taken if step * count)}:
+        width, reach = (
+            tensor.element_size() + sum(step * count for step, count in taken if step % period)
+            for tensor, taken in zip((one, other), steps, strict=True)
+        )
+        if width <= (other.data_ptr() - one.data_ptr()) % period <= period - reach:
+            return True
+    return False
 
 
 def check_flag(name: str, value: object) -> None:

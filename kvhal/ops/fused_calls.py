@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from kvhal.binding import launcher
 from kvhal.config import Scope
@@ -19,6 +18,7 @@ from kvhal.layout import geometry_of
 from kvhal.ops import strict
 from kvhal.ops.checks import (
     SLOT_DTYPES,
+    check_apart,
     check_contiguous,
     check_flag,
     check_int,
@@ -30,7 +30,7 @@ from kvhal.ops.checks import (
     reject,
 )
 from kvhal.ops.fused_repeat import repeater, scalars_of, tensors_of
-from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, keep_near, remember
+from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, is_traced, keep_near, remember
 
 STAGES = ("norm", "rope", "hadamard")
 FP32_MAX = torch.finfo(torch.float32).max
@@ -45,7 +45,7 @@ def fused(
     casting: CastArgs,
     out: KVCacheOutArgs | None,
 ) -> torch.Tensor | None:
-    if is_compiling():
+    if is_traced(kv):
         from kvhal import library
 
         return library.fused_store(kv, norm, rope, hadamard, casting, out)
@@ -62,17 +62,20 @@ def fused(
         call.launch(kv, *stages, cache, slots, back)
     else:
         check_tensor("kv", kv, (torch.bfloat16, torch.float32))
-        _check_types(*stages, casting, out)
+        check_types(*stages, casting, out)
         layout, block_size = _layout(kv, casting, out)
         rows = record_rows("kv", kv, layout.elements)
-        norm, rope, cache, slots = _check_arguments(rows, *stages, out)
+        norm, rope, cache, slots = check_arguments(rows, *stages, out)
+        _check_memory(rows, norm, rope, cache, slots)
         stages = (norm, rope, hadamard)
         shape = (rows.shape[0], layout.elements)
         back = torch.empty(shape, dtype=torch.bfloat16, device=kv.device) if casting.cast_back else None
-        if rows.shape[0] == 0 or (back is None and cache is not None and cache.shape[0] == 0):
+        if rows.shape[0] == 0:
             return back
         if scope.policy.strict:
             _check_values(rope, cache, slots, block_size)
+        if back is None and cache is not None and cache.shape[0] == 0:
+            return None
         names = tuple(name for name, on in zip(STAGES, stages, strict=True) if on is not None)
         launch = _bound(scope, layout, block_size, kv.device, names)
         launch(rows, *stages, cache, slots, back)
@@ -102,7 +105,8 @@ def _bound(
     return launch
 
 
-def _check_types(norm: Any, rope: Any, hadamard: Any, cast: Any, out: Any) -> None:
+def check_types(norm: Any, rope: Any, hadamard: Any, cast: Any, out: Any) -> None:
+    """What can be said without the tensors: classes, flags, and something to do."""
     check_type("cast_args", cast, CastArgs)
     optional = (("norm_args", norm, NormArgs), ("rope_args", rope, RopeArgs), ("hadamard_args", hadamard, HadamardArgs))
     for name, value, kind in (*optional, ("out_args", out, KVCacheOutArgs)):
@@ -112,19 +116,18 @@ def _check_types(norm: Any, rope: Any, hadamard: Any, cast: Any, out: Any) -> No
     check_flag("cast_args.cast_back", cast.cast_back)
     if rope is not None:
         check_flag("rope_args.is_neox_style", rope.is_neox_style)
+    if cast.round_sf != (cast.sf_format == "ue8m0"):
+        reject("cast_args.round_sf", f"{cast.round_sf} with sf_format {cast.sf_format!r}", "True exactly for 'ue8m0'")
+    if out is not None:
+        check_tensor("out_args.kv_cache", out.kv_cache, (torch.uint8, torch.bfloat16), rank=4)
+    elif not cast.cast_back:
+        reject("out_args", "None without cast_args.cast_back", "a KVCacheOutArgs, or cast_back=True", "nothing would be done")
 
 
 def _layout(kv: torch.Tensor, cast: CastArgs, out: KVCacheOutArgs | None) -> tuple[KVCacheFormat, int | None]:
     """The record's format and block size: the cache's, or the format that cast_args spells when nothing is stored."""
-    if cast.round_sf != (cast.sf_format == "ue8m0"):
-        reject("cast_args.round_sf", f"{cast.round_sf} with sf_format {cast.sf_format!r}", "True exactly for 'ue8m0'")
     if out is None:
-        if not cast.cast_back:
-            reject(
-                "out_args", "None without cast_args.cast_back", "a KVCacheOutArgs, or cast_back=True", "nothing would be done"
-            )
         return _record(cast, kv.shape[1:].numel()), None
-    check_tensor("out_args.kv_cache", out.kv_cache, (torch.uint8, torch.bfloat16), rank=4)
     layout = geometry_of(out.kv_cache, out.layout, None if out.layout else cast.sf_format).layout
     have = (cast.fmt, cast.num_per_channels, cast.sf_format)
     need = (layout.quantized_dtype, layout.elements_per_sf, layout.sf_format)
@@ -144,7 +147,7 @@ def _record(cast: CastArgs, elements: int) -> KVCacheFormat:
         raise ValueError(f"cast_args: {error}") from error
 
 
-def _check_arguments(
+def check_arguments(
     rows: torch.Tensor,
     norm: NormArgs | None,
     rope: RopeArgs | None,
@@ -202,6 +205,15 @@ def _check_out(out: KVCacheOutArgs, tokens: int, device: torch.device) -> tuple[
         reject("out_args.slot_mapping", f"{slots.shape[0]} slots", f"{tokens}, one a token")
     check_same_device(device, "kv", **{"out_args.kv_cache": out.kv_cache, "out_args.slot_mapping": slots})
     return out.kv_cache, slots
+
+
+def _check_memory(
+    rows: torch.Tensor, norm: NormArgs | None, rope: RopeArgs | None, cache: torch.Tensor | None, slots: torch.Tensor | None
+) -> None:
+    arguments = {"out_args.slot_mapping": slots, "norm_args.weight": None if norm is None else norm.weight}
+    if rope is not None:
+        arguments |= {"rope_args.positions": rope.positions, "rope_args.cos_sin_cache": rope.cos_sin_cache}
+    check_apart("out_args.kv_cache", cache, kv=rows, **arguments)
 
 
 def _check_values(

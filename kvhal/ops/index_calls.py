@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch.compiler import is_compiling
 
 from kvhal.binding import bound
 from kvhal.config import Scope
 from kvhal.interface import Op
 from kvhal.ops import strict
 from kvhal.ops.checks import (
+    check_apart,
     check_contiguous,
     check_int,
     check_rows,
@@ -30,6 +30,7 @@ from kvhal.ops.repeated import (
     allocator,
     call_key,
     find,
+    is_traced,
     keep_near,
     remember,
 )
@@ -40,7 +41,7 @@ INT32 = (torch.int32,)
 def convert(
     scope: Scope, topk_idxs: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(topk_idxs):
         from kvhal import library
 
         return library.convert_kv_index(topk_idxs, block_tables, context_lens, block_size)
@@ -63,6 +64,7 @@ def convert(
             reject("context_lens", f"shape {tuple(context_lens.shape)}", f"{(batch, queries)}, one length a query of topk_idxs")
         check_rows("block_tables", block_tables)
         _check_topk_strides(topk_idxs)
+        check_apart("topk_idxs", topk_idxs, block_tables=block_tables, context_lens=context_lens)
         if topk_idxs.numel() == 0:
             return topk_idxs
         if scope.policy.strict:
@@ -89,7 +91,7 @@ def _check_topk_strides(topk: torch.Tensor) -> None:
 def cat(
     scope: Scope, left: torch.Tensor, right: torch.Tensor, swa_cached: int, swa_cur: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(left):
         from kvhal import library
 
         return library.kv_index_cat(left, right, swa_cached, swa_cur, out)
@@ -104,14 +106,14 @@ def cat(
     else:
         check_tensor("left", left, INT32, rank=2)
         check_tensor("right", right, INT32, rank=2)
-        cached, cur = check_int("total_k_swa_cached", swa_cached, 0), check_int("total_k_swa_cur", swa_cur, 0)
-        base = check_int("total_k_swa_cached + total_k_swa_cur", cached + cur, 0)
+        base = check_base(swa_cached, swa_cur)
         if left.shape[0] != right.shape[0]:
             reject("right", f"{right.shape[0]} rows", f"{left.shape[0]}, as many as left")
         check_rows("left", left)
         check_rows("right", right)
         out = _output(out, (left.shape[0], left.shape[1] + right.shape[1]), left.device)
         check_same_device(left.device, "left", right=right, out=out)
+        check_apart("out", out, left=left, right=right)
         if out.numel() == 0:
             return out
         if scope.policy.strict:
@@ -124,8 +126,14 @@ def cat(
     return out
 
 
+def check_base(swa_cached: int, swa_cur: int) -> int:
+    """What entries are shifted by."""
+    cached, cur = check_int("total_k_swa_cached", swa_cached, 0), check_int("total_k_swa_cur", swa_cur, 0)
+    return check_int("total_k_swa_cached + total_k_swa_cur", cached + cur, 0)
+
+
 def expand(scope: Scope, pivots: torch.Tensor, width: int, out: torch.Tensor | None) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(pivots):
         from kvhal import library
 
         return library.expand_swa_index(pivots, width, out)
@@ -142,6 +150,7 @@ def expand(scope: Scope, pivots: torch.Tensor, width: int, out: torch.Tensor | N
         width = check_int("width", width, 0)
         out = _output(out, (pivots.shape[0], width), pivots.device)
         check_same_device(pivots.device, "pivots", out=out)
+        check_apart("out", out, pivots=pivots)
         if out.numel() == 0:
             return out
         if scope.policy.strict:
@@ -157,7 +166,7 @@ def expand(scope: Scope, pivots: torch.Tensor, width: int, out: torch.Tensor | N
 def decode(
     scope: Scope, windows: torch.Tensor, window_size: int, swa_block_size: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced(windows):
         from kvhal import library
 
         return library.get_kv_swa_index_decode(windows, window_size, swa_block_size, out)
@@ -176,6 +185,7 @@ def decode(
         swa_block_size = check_int("swa_block_size", swa_block_size, 1)
         out = _output(out, (windows.shape[0], window_size), windows.device)
         check_same_device(windows.device, "kv_swa_index_offset_len", out=out)
+        check_apart("out", out, kv_swa_index_offset_len=windows)
         if out.numel() == 0:
             return out
         if scope.policy.strict:

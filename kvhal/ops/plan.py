@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 from kvhal.binding import bound
 from kvhal.config import Scope, current
 from kvhal.interface import Op
 from kvhal.ops import strict
-from kvhal.ops.checks import check_contiguous, check_int, check_rows, check_same_device, check_tensor, int32_output
-from kvhal.ops.repeated import EXPAND_LOAD_PLAN, UNALIGNED, Call, allocator, call_key, find, keep_near, remember
+from kvhal.ops.checks import check_apart, check_contiguous, check_int, check_rows, check_same_device, check_tensor, int32_output
+from kvhal.ops.repeated import EXPAND_LOAD_PLAN, UNALIGNED, Call, allocator, call_key, find, is_traced, keep_near, remember
 
 INT32 = (torch.int32,)
 
@@ -45,7 +45,7 @@ def expand_load_plan(
         ``[-1, 0, 0, 0]``, which loads nothing.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
         InvalidMetadata: strict mode, spans that do not follow each other, or a range that reaches past its table or an id
             below 0.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
@@ -75,7 +75,7 @@ def _expand(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """A call that is not like the one before: an equal one is found, or it is validated and bound."""
-    if is_compiling():
+    if is_traced(spans):
         from kvhal import library
 
         return library.expand_load_plan(spans, block_tables, block_size, num_segments, out)
@@ -93,6 +93,7 @@ def _expand(
         out = int32_output(out, (num_segments, 4), spans.device)
         check_contiguous("out", out, written=True)
         check_same_device(spans.device, "spans", block_tables=block_tables, out=out)
+        check_apart("out", out, spans=spans, block_tables=block_tables)
         if num_segments == 0:
             return out
         if scope.policy.strict:

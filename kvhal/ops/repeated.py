@@ -14,10 +14,12 @@ can be given another shape or storage in place; but by that of a CastArgs, which
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
+from torch.compiler import is_compiling
 
 from kvhal.config import Scope
 from kvhal.formats import ALIGNMENT
@@ -44,6 +46,11 @@ UNLIKE = object()  #: equals nothing that a call has; what a remembered call ret
 
 #: an address has one of these bits: it is no multiple of what prepared launchers rely on (`kvhal.interface`, "Launchers")
 UNALIGNED = 15
+
+
+def is_traced(tensor: object) -> bool:
+    """Nothing may be launched: a graph is traced, or `tensor` is one of a FakeTensorMode."""
+    return is_compiling() or isinstance(tensor, FakeTensor)
 
 
 class Call:
@@ -160,12 +167,7 @@ def keep_near(
 
 def allocator(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Makes new contiguous tensors of the shape, dtype and device of `like`, sooner than torch.empty with all of them said."""
-    template = _element(like.dtype, like.device).expand(like.shape)
+    template = torch.empty(1, dtype=like.dtype, device=like.device).expand(like.shape)
     if type(template) is torch.Tensor and torch.empty_like(template).is_contiguous():
         return partial(torch.empty_like, template)
     return partial(torch.empty, like.shape, dtype=like.dtype, device=like.device)
-
-
-@lru_cache(maxsize=64)
-def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(1, dtype=dtype, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ EMPTY: dict[str, tuple[Op, Any]] = {
     "load-no-rows": (Op.LOAD, lambda c: {"total_k": 0}),
     "slots": (Op.LOAD_SLOTS, lambda c: {"slots": c["slots"][:0], "out": c["out"][:0]}),
     "fused": (Op.FUSED_STORE, lambda c: first(c, 0)),
+    "fused-no-blocks": (Op.FUSED_STORE, lambda c: {"out_args": replace(c["out_args"], kv_cache=c["out_args"].kv_cache[:0])}),
     "convert-no-sequence": (Op.CONVERT_INDEX, lambda c: {n: c[n][:0] for n in ("topk_idxs", "block_tables", "context_lens")}),
     "convert-no-entry": (Op.CONVERT_INDEX, lambda c: {"topk_idxs": c["topk_idxs"][:, :, :0]}),
     "cat-no-row": (Op.INDEX_CAT, lambda c: {n: c[n][:0] for n in ("left", "right", "out")}),
@@ -60,7 +62,9 @@ def test_nothing_is_launched(what: str, strict: bool, monkeypatch: pytest.Monkey
     op, change = EMPTY[what]
     call = good(op)
     before = {name: buffer.bytes() for name, buffer in call.buffers.items()}
-    PUBLIC[op](**{**call.arguments, **change(call.arguments)})
+    no_slot = strict and "no-blocks" in what  # slots that lie in no block
+    with pytest.raises(kvhal.InvalidMetadata, match=r"slot_mapping\[0\]: has 3") if no_slot else nullcontext():
+        PUBLIC[op](**{**call.arguments, **change(call.arguments)})
     for name, buffer in call.buffers.items():
         assert np.array_equal(buffer.bytes(), before[name]), name
 

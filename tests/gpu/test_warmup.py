@@ -60,7 +60,7 @@ def test_other_operations_are_captured_at_once(backend: str, rows: int, monkeypa
     record = torch.empty((BLOCK_SIZE, 512), dtype=torch.bfloat16, device=device)
     calls = [
         lambda: kvhal.load_paged_kv_cache(cache, segments, BLOCK_SIZE, record, layout=layout),
-        lambda: kvhal.convert_kv_index(table[None], table[:1], new(1, rows), BLOCK_SIZE),
+        lambda: kvhal.convert_kv_index(table[None], new(1, 64), new(1, rows), BLOCK_SIZE),
         lambda: kvhal.kv_index_cat(table, table, 1, 2, out),
         lambda: kvhal.expand_swa_index(new(rows, 4), 64, table),
         lambda: kvhal.get_kv_swa_index_decode(new(rows, 2), 64, BLOCK_SIZE, table),

@@ -14,6 +14,8 @@ import kvhal
 from kvhal import plan
 from kvhal.interface import Op
 from kvhal.platform import detect
+from kvhal.testing.case import PUBLIC
+from tests.faults.calls import good
 
 LAYOUT = kvhal.V41_FORMAT
 TABLE = torch.zeros((1, 1), dtype=torch.int32)
@@ -59,6 +61,21 @@ def test_an_output_with_a_gradient_is_written() -> None:
     out = torch.ones((2, 512), dtype=torch.bfloat16, requires_grad=True)
     kvhal.load_kv_slots(cache, torch.arange(2), out)
     assert not out.any()
+
+
+@pytest.mark.parametrize("op", Op)
+def test_inference_tensors_are_written_in_any_mode(op: Op) -> None:
+    """And what is made is no inference tensor where it is asked for outside that mode."""
+    with torch.inference_mode():
+        inside = good(op)
+    call = good(op)
+    with kvhal.use_backend("reference_torch"):
+        inside()
+        call()
+        for name, buffer in call.buffers.items():
+            assert np.array_equal(inside.buffers[name].bytes(), buffer.bytes()), name
+        made = PUBLIC[op](**{name: value for name, value in call.arguments.items() if name != "out"})
+    assert made is None or not (made.kv if op == Op.LOAD else made).is_inference()
 
 
 @interpreted

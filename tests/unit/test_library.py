@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import kvhal
+from kvhal import Op
+from kvhal.config import current
 from kvhal.layout import sf_output
+from kvhal.testing.case import PUBLIC
+from tests.faults.calls import Change, good
+from tests.faults.test_refuse_fused import part
+from tests.unit.hot_calls import CALLS
 
 OPS = torch.ops.kvhal
 FORMATS = [*kvhal.SUPPORTED_KV_CACHE_FORMATS, kvhal.BF16_FORMAT]
@@ -135,3 +145,79 @@ def test_compiled_index_and_fused_equal_eager() -> None:
     assert torch.equal(expected, actual)
     for a, b in zip(want, have, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def given(**changes: Any) -> Change:
+    return lambda _: changes
+
+
+#: calls that eager refuses, and that a schema would take: it makes ints of bools, and None leaves a stage out
+REFUSED: dict[str, tuple[Op, Change]] = {
+    "store, layout": (Op.STORE, given(layout="")),
+    "load, sf_format": (Op.LOAD, given(sf_format="fp32")),
+    "load, total_k": (Op.LOAD, given(total_k=True)),
+    "load, uint8": (Op.LOAD, lambda c: {"out": kvhal.KVCacheTensors(c["out"].kv.view(torch.uint8), c["out"].sf)}),
+    "load, list": (Op.LOAD, given(out=[])),
+    "slots, layout": (Op.LOAD_SLOTS, given(layout=False)),
+    "convert": (Op.CONVERT_INDEX, given(block_size=True)),
+    "cat": (Op.INDEX_CAT, given(total_k_swa_cur=True)),
+    "expand": (Op.EXPAND_SWA_INDEX, given(width=9)),
+    "decode, window_size": (Op.DECODE_SWA_INDEX, given(window_size=9)),
+    "decode, swa_block_size": (Op.DECODE_SWA_INDEX, given(swa_block_size=True)),
+    "plan": (Op.EXPAND_LOAD_PLAN, given(num_segments=6)),
+    "fused, hadamard_args": (Op.FUSED_STORE, given(hadamard_args=False)),
+    "fused, nothing to do": (Op.FUSED_STORE, given(out_args=None)),
+    **{
+        f"fused, {field} {value!r}": (Op.FUSED_STORE, part(name, **{field: value}))
+        for name, field, value in (
+            ("norm_args", "eps", True),
+            ("norm_args", "weight", None),
+            ("rope_args", "is_neox_style", "0"),
+            ("rope_args", "is_neox_style", 2),
+            ("rope_args", "offset", True),
+            ("rope_args", "positions", None),
+            ("cast_args", "cast_back", "x"),
+            ("cast_args", "round_sf", 1),
+            ("out_args", "kv_cache", None),
+            ("out_args", "layout", "V41_FORMAT"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_compiled_refuses_what_eager_refuses(what: str) -> None:
+    op, change = REFUSED[what]
+    call = good(op, kvhal.MXFP8_INDEX_KV_FORMAT if op == Op.LOAD else kvhal.V41_FORMAT)
+    arguments = {**call.arguments, **change(call.arguments)}
+
+    def run() -> None:
+        PUBLIC[op](**arguments)
+
+    torch._dynamo.reset()
+    with pytest.raises((TypeError, ValueError)) as eager:
+        run()
+    with pytest.raises(eager.type, match=re.escape(str(eager.value))):
+        torch.compile(run, backend="aot_eager")()
+
+
+def test_a_meta_tensor_among_others_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensors: have devices cpu, meta, need one device"):
+        OPS.expand_swa_index(int32([3, 2, 9, 1]), torch.zeros(1, 6, dtype=torch.int32, device="meta"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors_launch_nothing_and_are_not_remembered(name: str) -> None:
+    """Before and behind calls with real ones, and of several modes."""
+    call = CALLS[name]
+    for first in (lambda: None, call):
+        kvhal.configure()
+        first()
+        bound = dict(current().table)
+        for _ in range(2):
+            with FakeTensorMode():
+                fake = call()
+        assert current().table == bound
+        real = call()
+        assert type(real) is (type(None) if fake is None else torch.Tensor)
+        assert fake is None or (isinstance(fake, FakeTensor) and fake.shape == real.shape and fake.dtype == real.dtype)

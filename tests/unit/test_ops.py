@@ -81,8 +81,8 @@ def test_out_comes_back_as_it_was_passed() -> None:
     table = torch.zeros(1, 4, dtype=torch.int32)
     assert kvhal.expand_swa_index(torch.tensor([[5, 2, 0, 0]], dtype=torch.int32), 4, table) is table
     assert kvhal.get_kv_swa_index_decode(torch.tensor([[5, 2]], dtype=torch.int32), 4, 4, table) is table
-    assert kvhal.expand_load_plan(torch.zeros(1, 5, dtype=torch.int32), table, 4, 1, table) is table
-    assert kvhal.kv_index_cat(topk[0], table[:, :2], 3, 4, table) is table
+    assert kvhal.expand_load_plan(torch.zeros(1, 5, dtype=torch.int32), ones, 4, 1, table) is table
+    assert kvhal.kv_index_cat(topk[0], ones.repeat(1, 2), 3, 4, table) is table
 
 
 def test_rows_that_no_segment_covers_keep_their_values() -> None:
