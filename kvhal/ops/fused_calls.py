@@ -13,7 +13,7 @@ import torch
 from kvhal.binding import launcher
 from kvhal.config import Scope
 from kvhal.formats import KVCacheFormat
-from kvhal.interface import CastArgs, HadamardArgs, KVCacheOutArgs, Launcher, NormArgs, Op, RopeArgs
+from kvhal.interface import STAGES, CastArgs, HadamardArgs, KVCacheOutArgs, Launcher, NormArgs, Op, RopeArgs
 from kvhal.layout import geometry_of
 from kvhal.ops import strict
 from kvhal.ops.checks import (
@@ -32,7 +32,6 @@ from kvhal.ops.checks import (
 from kvhal.ops.fused_repeat import repeater, scalars_of, tensors_of
 from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, is_traced, keep_near, remember
 
-STAGES = ("norm", "rope", "hadamard")
 FP32_MAX = torch.finfo(torch.float32).max
 
 
