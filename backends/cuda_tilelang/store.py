@@ -63,8 +63,7 @@ def store_kernel(
     tokens, warps, _, held = shape
     rounds, lanes, side, step = octets.rounds, octets.lanes, octets.tokens_a_warp, tokens * octets.tokens_a_warp
     held = held if rounds <= TUNED_ROUNDS else 1  # larger records need the registers of several
-    n, blocks = T.dynamic("n", "int64"), T.dynamic("blocks", "int64")
-    kv_stride, block_stride = T.dynamic("kv_stride", "int64"), T.dynamic("block_stride", "int64")
+    n, blocks, kv_stride, block_stride = (T.dynamic(name, "int64") for name in ("n", "blocks", "kv_stride", "block_stride"))
     await_rows, put_record = row_waiter(octets), record_writer(geometry)
 
     @T.prim_func
