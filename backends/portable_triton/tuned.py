@@ -54,7 +54,7 @@ TABLE = Table(
             ("slots", "e4m3"): explored((2048, 1, 1), SLOTS, "V41_FORMAT", 0.8939, 0),
             ("slots", "e2m1"): explored((2048, 1, 1), SLOTS, "V41_FP4_FORMAT", 0.8713, 0),
             ("slots", None): explored((2048, 1, 1), SLOTS, "BF16_FORMAT", 0.9513, 0),
-            ("store_few", "e4m3"): few((256, 256), STORE, "V41_FORMAT", 1.0240),
+            ("store_few", "e4m3"): few((512, 256), STORE, "V41_FORMAT", 1.0361),
             ("store_few", "e2m1"): few((256, 1024), STORE, "V41_FP4_FORMAT", 1.0073),
             ("fused_few", "e4m3"): few((256, 2048), FUSED, "V41_FORMAT", 0.7704),
             ("fused_few", "e2m1"): few((256, 2048), FUSED, "V41_FP4_FORMAT", 0.7257),
