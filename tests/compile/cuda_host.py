@@ -18,7 +18,7 @@ from kvhal.backends.cuda_tilelang.build import PASS_CONFIGS, target
 
 CUDA = 2  #: kDLCUDA
 #: those whose host functions `launch_only_if` they are meant
-KERNELS = ("store", "load", "load_bulk", "load_slots", "fused", "fused_few")
+KERNELS = ("store", "load", "load_bulk", "load_slots", "fused", "fused_one")
 #: torch's dtype -> DLPack's code and bits
 CODES = {
     torch.int16: (0, 16),
