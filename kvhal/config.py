@@ -238,7 +238,7 @@ def configure(
         preference: the only backends to consider, in this order, or one; settings further down force no other.
         strict: check metadata values before every launch.
         simulate: functional simulators may serve CPU tensors.
-        path: a TOML file whose settings stand where no argument does.
+        path: a TOML file whose settings stand where no argument does; what it forces, where there is no `preference` either.
 
     Raises:
         ConfigError: unknown backend, operation or key, or an unreadable file.

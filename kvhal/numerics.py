@@ -44,8 +44,9 @@ _DEVICE_CHUNK = 1 << 24
 
 def check_codec(layout: KVCacheFormat) -> None:
     """Raises ValueError when the specification does not define the layout's pair of data and scale formats."""
-    for reason in codec_reasons(layout):
-        raise ValueError(f"layout: has {reason.have}, needs {reason.need}")
+    reasons = codec_reasons(layout)
+    if reasons:
+        raise ValueError(f"layout: has {reasons[0].have}, needs {reasons[0].need}")
 
 
 def quantize(x: Tensor, layout: KVCacheFormat) -> tuple[Tensor, Tensor]:

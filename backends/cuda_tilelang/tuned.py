@@ -11,6 +11,7 @@ fused, fused_index  (warps of a thread block, tokens that a lane takes one after
 chunk, chunk_index  the same for a prefill chunk, in the end the tokens up to which it is sooner than the other; where a lane
                     takes one token only, none waits in registers, and 64 a thread do for as many as fill a multiprocessor:
                     V41_FORMAT took 5.14 us at 8,192 tokens so, and 5.89 with half as many at a time, one after another
+                    (fused.one_token_kernel; with one octet a lane as well it is the kernel of few tokens, fused.FEW)
 convert, cat,       (threads of a thread block, entries that each takes, thread blocks up to which each takes one only)
 expand, window
 plan                (threads of a thread block,), one a segment

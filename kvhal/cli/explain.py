@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
+import torch
 import typer
 
 import kvhal
@@ -82,7 +83,11 @@ def _machine(device: str | None, kind: str | None, arch: str | None, missing: li
     if device is not None:
         raise CommandError("--platform: describes another machine, leave --device out")
     if kind not in PREFERENCE:
-        raise CommandError(f"--platform: has {kind!r}, needs one of {', '.join(PREFERENCE)}")
+        try:
+            torch.device(kind)  # platforms of other names have torch's
+        except RuntimeError:
+            needed = f"one of {', '.join(PREFERENCE)}, or a device type of torch"
+            raise CommandError(f"--platform: has {kind!r}, needs {needed}") from None
     if arch is None:
         raise CommandError("--platform: needs --arch as well (sm_90, ascend950, gfx942, ...)")
     unknown = [name for name in missing if name not in LANGUAGES + TOOLS]

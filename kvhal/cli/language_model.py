@@ -29,7 +29,7 @@ def backend_context(backend: str | None, simulate: bool) -> AbstractContextManag
     """Forces the backend inside.
 
     Raises:
-        CommandError: --simulate without --backend. ConfigError: an unknown backend.
+        CommandError: --simulate without --backend. ConfigError: an unknown backend, or one without a simulator.
     """
     if backend is None:
         if simulate:

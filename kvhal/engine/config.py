@@ -77,7 +77,7 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} has {value!r}, needs an int >= 1")
         if self.num_blocks is not None and (type(self.num_blocks) is not int or self.num_blocks < 0):
-            raise ValueError(f"num_blocks has {self.num_blocks}, needs None or an int >= 0")
+            raise ValueError(f"num_blocks has {self.num_blocks!r}, needs None or an int >= 0")
         if self.swa_block_size < self.window_size:
             raise ValueError(f"swa_block_size has {self.swa_block_size}, needs >= window_size {self.window_size}")
         if self.block_size % self.ratio:

@@ -159,7 +159,7 @@ class Engine:
 
         Args:
             sequences: 1 to max_batch; of any length, empty ones too.
-            tokens: one a sequence; an integer tensor on the engine's device is used without a look at its values.
+            tokens: one a sequence; a tensor of int32 or int64 on the engine's device is used without a look at its values.
 
         Returns:
             Logits fp32 ``[b, vocabulary]`` behind the new tokens and the greedy next tokens int64 ``[b]``; both are views of

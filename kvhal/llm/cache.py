@@ -14,6 +14,7 @@ import kvhal
 from kvhal.formats import KVCacheFormat
 from kvhal.layout import cache_geometry
 from kvhal.llm.errors import LLMError
+from kvhal.ops.checks import check_int
 from kvhal.plan import LoadPlan
 
 BlockTables = npt.NDArray[np.int32]
@@ -55,6 +56,9 @@ class BlockPool:
         self._free.extend(int(block) for block in tables[tables >= 0])
 
 
+INT64_MAX = 2**63 - 1
+
+
 class PagedCache:
     """Records of every layer. All reads and writes of K and V go through kvhal here, and nowhere else.
 
@@ -65,6 +69,7 @@ class PagedCache:
         device: where they live.
 
     Raises:
+        TypeError, ValueError: a count is no int in its range.
         LLMError: there is no memory for them.
     """
 
@@ -72,8 +77,9 @@ class PagedCache:
         self, layers: int, num_blocks: int, block_size: int, layout: KVCacheFormat, device: torch.device | str
     ) -> None:
         self.layout = layout
-        self.block_size = block_size
+        self.block_size = check_int("block_size", block_size, 1)
         self.device = torch.device(device)
+        layers, num_blocks = check_int("layers", layers, 1), check_int("num_blocks", num_blocks, 0, INT64_MAX)
         try:
             self._caches = [kvhal.alloc_kv_cache(num_blocks, block_size, layout, device) for _ in range(layers)]
             self.pool = BlockPool(num_blocks)

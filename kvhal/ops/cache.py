@@ -30,7 +30,7 @@ def store_kv_cache(
         layout: the cache's format; None infers a built-in one.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or memory is shared (see `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, a slot is out of range (other than -1) or a duplicate.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
 
@@ -85,7 +85,7 @@ def load_paged_kv_cache(
         KVCacheTensors: `out` as it was passed, or the new tensors.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or memory is shared (see `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, a segment reaches outside the cache, its block or the output.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
 
@@ -136,7 +136,7 @@ def load_kv_slots(
         bf16 ``[*slots.shape, elements]``.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or memory is shared (see `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, a slot is out of range (other than -1).
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
     """

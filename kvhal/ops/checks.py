@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from typing import NoReturn, SupportsIndex
+from typing import NoReturn, SupportsIndex, cast
 
 import torch
+from torch.compiler import is_compiling
 
 SLOT_DTYPES = (torch.int32, torch.int64)
 INT32_MAX = 2**31 - 1
@@ -46,13 +47,23 @@ def check_int(name: str, value: SupportsIndex, low: int, high: int = INT32_MAX) 
         TypeError: not an integer.
         ValueError: out of range.
     """
-    # a size that torch.compile keeps variable is an int, and would be made a constant by _index
-    number = value if type(value) is int else None if isinstance(value, bool) else _index(value)
+    # sizes that a trace keeps variable, ints for torch.compile and SymInts for torch.export, would be constants from _index on
+    variable = type(value) is int or isinstance(value, torch.SymInt)
+    number = cast(int, value) if variable else None if isinstance(value, bool) else _index(value)
     if number is None:
         raise TypeError(f"{name}: has {value!r}, needs an int")
     if not low <= number <= high:
         reject(name, number, f"{low} <= {name} <= {high}")
     return number
+
+
+def unequal(have: int, need: int) -> bool:
+    """Whether sizes differ; where a trace does not know, the operator finds out when it runs."""
+    if not is_compiling():
+        return have != need
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(have != need)
 
 
 def _index(value: SupportsIndex) -> int | None:

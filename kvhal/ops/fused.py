@@ -32,8 +32,8 @@ def fused_norm_rope_hadamard_cast_store_kvcache(
         With ``cast_args.cast_back`` the dequantised bf16 ``[n, elements]``, rows of skipped slots too; otherwise None.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, cast_args contradicts the cache, or what is written is read
-            too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, cast_args contradicts the cache, or memory is shared (see
+            `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, a slot or position is out of range, or a slot occurs twice.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
 

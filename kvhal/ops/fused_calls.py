@@ -28,6 +28,7 @@ from kvhal.ops.checks import (
     check_type,
     record_rows,
     reject,
+    unequal,
 )
 from kvhal.ops.fused_repeat import repeater, scalars_of, tensors_of
 from kvhal.ops.repeated import FUSED_STORE, Call, allocator, call_key, find, is_traced, keep_near, remember
@@ -165,7 +166,7 @@ def check_arguments(
 def _check_norm(norm: NormArgs, elements: int, device: torch.device) -> NormArgs:
     """The same with a plain float."""
     check_tensor("norm_args.weight", norm.weight, (torch.bfloat16, torch.float32), rank=1)
-    if norm.weight.shape[0] != elements:
+    if unequal(norm.weight.shape[0], elements):
         reject("norm_args.weight", f"{norm.weight.shape[0]} elements", f"{elements}, one an element of the record")
     check_contiguous("norm_args.weight", norm.weight)
     check_same_device(device, "kv", **{"norm_args.weight": norm.weight})
@@ -184,7 +185,7 @@ def _check_rope(rope: RopeArgs, elements: int, tokens: int, device: torch.device
     """The same with plain ints."""
     check_tensor("rope_args.positions", rope.positions, SLOT_DTYPES, rank=1)
     check_contiguous("rope_args.positions", rope.positions)
-    if rope.positions.shape[0] != tokens:
+    if unequal(rope.positions.shape[0], tokens):
         reject("rope_args.positions", f"{rope.positions.shape[0]} entries", f"{tokens}, one a token")
     width = check_int("rope_args.rope_dim", rope.rope_dim, 2, elements)
     if width % 2:
@@ -200,7 +201,7 @@ def _check_rope(rope: RopeArgs, elements: int, tokens: int, device: torch.device
 def _check_out(out: KVCacheOutArgs, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     slots = check_tensor("out_args.slot_mapping", out.slot_mapping, SLOT_DTYPES, rank=1)
     check_contiguous("out_args.slot_mapping", slots)
-    if slots.shape[0] != tokens:
+    if unequal(slots.shape[0], tokens):
         reject("out_args.slot_mapping", f"{slots.shape[0]} slots", f"{tokens}, one a token")
     check_same_device(device, "kv", **{"out_args.kv_cache": out.kv_cache, "out_args.slot_mapping": slots})
     return out.kv_cache, slots

@@ -26,7 +26,7 @@ def convert_kv_index(
         is out of range.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or memory is shared (see `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, an entry or block id is out of range.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
     """
@@ -63,7 +63,7 @@ def kv_index_cat(
         int32 ``[rows, w_left + w_right]``.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or memory is shared (see `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, an entry of `right` is below -1 or too large to be shifted.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
     """
@@ -94,7 +94,7 @@ def expand_swa_index(pivots: torch.Tensor, width: int, out: torch.Tensor | None 
         int32 ``[n, width]``: offset1, offset1 + 1, ... (len1 entries), then offset2, ... (len2 entries), the rest -1.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or memory is shared (see `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, a length is negative, a range starts below 0 or the row is too short.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
     """
@@ -128,7 +128,7 @@ def get_kv_swa_index_decode(
         int32 ``[n, window_size]``: valid_length slots, the rest -1; a negative start_slot gives a row of -1.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or memory is shared (see `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, a start is below -1 or a length does not fit the window or the ring.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.
     """

@@ -45,7 +45,7 @@ def expand_load_plan(
         ``[-1, 0, 0, 0]``, which loads nothing.
 
     Raises:
-        ValueError: a dtype, shape, stride or device does not fit, or what is written is read too; nothing was written.
+        ValueError: a dtype, shape, stride or device does not fit, or memory is shared (see `kvhal.ops`); nothing was written.
         InvalidMetadata: strict mode, spans that do not follow each other, or a range that reaches past its table or an id
             below 0.
         UnsupportedError: no backend can serve; ForcedBackendError when one was forced.

@@ -148,6 +148,10 @@ def test_explain_goes_by_the_configuration(tmp_path: Path) -> None:
     assert facts["forced_by"] == str(config)
 
 
+def test_explain_knows_torchs_other_devices() -> None:
+    assert run_json("explain", "kv_index_cat", "--platform", "xpu", "--arch", "pvc")["chosen"] == "reference_torch"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -201,6 +201,42 @@ def test_compiled_refuses_what_eager_refuses(what: str) -> None:
         torch.compile(run, backend="aot_eager")()
 
 
+class Expand(torch.nn.Module):
+    """A table as wide as another tensor is long."""
+
+    def forward(self, pivots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return kvhal.expand_swa_index(pivots, like.shape[0])
+
+
+def test_an_exported_size_stays_variable() -> None:
+    pivots, sizes = torch.tensor([[0, 2, 5, 1]], dtype=torch.int32), (None, {0: torch.export.Dim("d", min=2, max=100)})
+    program = torch.export.export(Expand(), (pivots, torch.zeros(7)), dynamic_shapes=sizes, strict=False)
+    for width in (2, 9):
+        like = torch.zeros(width)
+        assert torch.equal(program.module()(pivots, like), Expand()(pivots, like))
+
+
+def test_sizes_that_only_data_tells_are_compared_when_they_are_there() -> None:
+    layout = kvhal.V41_FORMAT
+    cache = kvhal.alloc_kv_cache(1, 8, layout, "cpu").zero_()
+
+    def store(kv: torch.Tensor, slots: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+        return kvhal.fused_norm_rope_hadamard_cast_store_kvcache(
+            kv[first],
+            cast_args=kvhal.CastArgs.for_layout(layout, cast_back=True),
+            out_args=kvhal.KVCacheOutArgs(cache, slots[second], layout),
+        )
+
+    compiled = torch.compile(store, backend="aot_eager", fullgraph=True)
+    kv, slots = torch.randn(8, 512).bfloat16(), torch.arange(8)
+    odd = slots % 2 == 1
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        back = compiled(kv, slots, odd, odd.clone())
+        assert back is not None and torch.equal(back, kvhal.load_kv_slots(cache, slots[odd], layout=layout))
+        with pytest.raises(ValueError, match="slot_mapping: has 3 slots, needs 4"):
+            compiled(kv, slots, odd, slots < 3)
+
+
 def test_a_meta_tensor_among_others_is_refused() -> None:
     with pytest.raises(ValueError, match="tensors: have devices cpu, meta, need one device"):
         OPS.expand_swa_index(int32([3, 2, 9, 1]), torch.zeros(1, 6, dtype=torch.int32, device="meta"))

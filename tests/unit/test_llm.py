@@ -79,6 +79,14 @@ def generate(
     return [[token for step in steps if (token := step[index]) is not None] for index in range(len(batch))]
 
 
+@pytest.mark.parametrize(
+    ("counts", "name"), [((0, 4, 16), "layers"), ((2, "4", 16), "num_blocks"), ((2, 4, 16.0), "block_size")]
+)
+def test_a_cache_takes_counts_only(counts: Any, name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: has "):
+        PagedCache(*counts, kvhal.V41_FORMAT, "cpu")
+
+
 def test_forward_equals_plain_numpy_on_unpermuted_weights(model: Model) -> None:
     tokens = prompts(40)[0]
     expected = plain_forward(matrices(), tokens)
