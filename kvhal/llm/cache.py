@@ -56,7 +56,7 @@ class BlockPool:
         self._free.extend(int(block) for block in tables[tables >= 0])
 
 
-INT64_MAX = 2**63 - 1
+BEYOND_ANY = 1 << 128  #: blocks; a device is asked for fewer, and says itself that it does not have them
 
 
 class PagedCache:
@@ -79,7 +79,7 @@ class PagedCache:
         self.layout = layout
         self.block_size = check_int("block_size", block_size, 1)
         self.device = torch.device(device)
-        layers, num_blocks = check_int("layers", layers, 1), check_int("num_blocks", num_blocks, 0, INT64_MAX)
+        layers, num_blocks = check_int("layers", layers, 1), check_int("num_blocks", num_blocks, 0, BEYOND_ANY)
         try:
             self._caches = [kvhal.alloc_kv_cache(num_blocks, block_size, layout, device) for _ in range(layers)]
             self.pool = BlockPool(num_blocks)
