@@ -4,24 +4,21 @@
 
 Device time of a call in a stream of such calls (kvhal.bench), bytes checked first. "shape" is the table's: for portable_triton
 (elements a warp, tokens at most), for cuda_tilelang (tokens at most,); with 0 tokens at most every call goes through the kernel
-for many. "share_of_smallest" is the time of the smallest kernel of the same run over the call's.
+for more. "share_of_smallest" is the time of the smallest kernel of the same run over the call's.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
-import torch
+from rows import DEVICE, write
 
 import kvhal
 from kvhal.backends.cuda_tilelang import fused
 from kvhal.backends.portable_triton import launch
-from kvhal.bench.timing import Clock, environment, measure
+from kvhal.bench.timing import Clock, measure
 from kvhal.bench.work import make_work
 from kvhal.formats import BF16_FORMAT, MXFP8_INDEX_KV_FORMAT, V41_FORMAT, V41_FP4_FORMAT, format_to_text
 from kvhal.interface import Op
@@ -31,7 +28,6 @@ from tests.gpu.small_calls import shapes_changed
 
 ALL = 1 << 30
 TOKENS = (1, 128, 256, 512, 1024, 2048)
-DEVICE = torch.device("cuda", 0)
 SHAPES = {
     "portable_triton": ((128, ALL), (256, ALL), (512, ALL), (256, 0)),
     "cuda_tilelang": ((ALL,), (0,)),
@@ -62,13 +58,5 @@ def rows(clock: Clock) -> Iterator[dict[str, Any]]:
                         yield row | {"shape": list(shape), "us": us, "share_of_smallest": clock.empty_us / us}
 
 
-def main() -> None:
-    clock, found = Clock(DEVICE), []
-    for row in rows(clock):
-        found.append(row)
-        print(*row.values(), flush=True)
-    Path(sys.argv[1]).write_text(json.dumps({**environment(clock), "rows": found}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    write(rows)

@@ -9,26 +9,23 @@ The shortest time of some launch shapes, bytes checked first. Scales (1/32 and 1
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import tilelang.language as T
 import torch
+from rows import DEVICE, write
 
 from kvhal.backends.cuda_tilelang.build import call, kernel
-from kvhal.bench.timing import ROTATION_BYTES, Clock, WrongBytes, environment
+from kvhal.bench.timing import ROTATION_BYTES, Clock, WrongBytes
 from kvhal.formats import BF16_FORMAT, V41_FORMAT, V41_FP4_FORMAT, format_to_text
 from kvhal.interface import Op
 from kvhal.platform import detect
 from kvhal.warm import side_by_side
 
 TOKENS, OCTETS = 8192, 64
-DEVICE = torch.device("cuda", 0)
 SHAPES = tuple(product((256, 512, 1024), (1, 2, 4)))  #: threads of a thread block, octets of each
 #: bytes of an octet of bf16, and of its data in a record
 BYTES = {V41_FORMAT: (16, 8), V41_FP4_FORMAT: (16, 4), BF16_FORMAT: (16, 16)}
@@ -116,13 +113,5 @@ def rows(clock: Clock) -> Iterator[dict[str, Any]]:
         yield found | {"shape": list(shape), "us": times[shape], "share_of_copy": share}
 
 
-def main() -> None:
-    clock, found = Clock(DEVICE), []
-    for row in rows(clock):
-        found.append(row)
-        print(*row.values(), flush=True)
-    Path(sys.argv[1]).write_text(json.dumps({**environment(clock), "rows": found}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    write(rows)

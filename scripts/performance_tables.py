@@ -67,11 +67,17 @@ def _small(document: dict[str, Any]) -> str:
     return f"{note}\n\n{markdown_table(head, table)}"
 
 
+def _bench_cells() -> list[dict[str, Any]]:
+    """What other tables stand beside."""
+    cells: list[dict[str, Any]] = json.loads((RESULTS / "h200_bench.json").read_text(encoding="utf-8"))["cells"]
+    return cells
+
+
 def _floor(document: dict[str, Any]) -> str:
     """What the bytes of a prefill chunk take at least, beside the same cells of h200_bench.json."""
-    other = json.loads((RESULTS / "h200_bench.json").read_text(encoding="utf-8"))
-    times = {(cell["op"], cell["format"], cell["tokens"], cell["backend"]): cell["median_us"] for cell in other["cells"]}
-    backends = list(dict.fromkeys(cell["backend"] for cell in other["cells"]))
+    cells = _bench_cells()
+    times = {(cell["op"], cell["format"], cell["tokens"], cell["backend"]): cell["median_us"] for cell in cells}
+    backends = list(dict.fromkeys(cell["backend"] for cell in cells))
     rows = [
         (
             f"`{row['op']}`",
@@ -103,8 +109,7 @@ def _latency(document: dict[str, Any]) -> str:
 def _blocks(document: dict[str, Any]) -> str:
     """The cells of another block size beside the same cells of h200_bench.json."""
     names = ("backend", "op", "format", "tokens", "pattern")
-    other = json.loads((RESULTS / "h200_bench.json").read_text(encoding="utf-8"))
-    usual = {tuple(cell[name] for name in names): cell for cell in other["cells"]}
+    usual = {tuple(cell[name] for name in names): cell for cell in _bench_cells()}
     rows = []
     for cell in document["cells"]:
         before = usual[tuple(cell[name] for name in names)]
