@@ -41,29 +41,18 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.to(torch.float64).sqrt().to(torch.float32)
 
 
-def rope(
-    x: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    rope_dim: int,
-    is_neox_style: bool,
-    offset: int | None,
-) -> Tensor:
-    """Rotates ``rope_dim`` elements of each row from ``offset`` on; fields as in `kvhal.interface.RopeArgs`.
+def rope(x: Tensor, args: RopeArgs) -> Tensor:
+    """Rotates some elements of each row.
 
     Args:
         x: fp32 ``[n, elements]``.
-        positions: int32 or int64 ``[n]``; one outside the cache reads cos = sin = 0.
-        cos_sin_cache: fp32 ``[max_position, rope_dim]``, cosines first.
-        rope_dim: rotated elements, even.
-        is_neox_style: pairs (i, i + rope_dim / 2) instead of (2i, 2i + 1).
-        offset: first rotated element; None rotates the last ones.
+        args: which elements, and how; a position outside the cache reads cos = sin = 0.
 
     Returns:
         fp32 ``[n, elements]``, a new tensor.
     """
-    half, count = rope_dim // 2, cos_sin_cache.shape[0]
-    begin = RopeArgs(positions, cos_sin_cache, rope_dim, is_neox_style, offset).first(x.shape[1])
+    positions, cos_sin_cache, rope_dim = args.positions, args.cos_sin_cache, args.rope_dim
+    half, count, begin = rope_dim // 2, cos_sin_cache.shape[0], args.first(x.shape[1])
     valid = ((positions >= 0) & (positions < count)).unsqueeze(1)
     if count:
         cos_sin = cos_sin_cache[positions.to(torch.int64).clamp(0, count - 1)].masked_fill(~valid, 0.0)
@@ -72,7 +61,7 @@ def rope(
     cos, sin = cos_sin[:, :half], cos_sin[:, half:]
     out = x.clone()
     rotated = out[:, begin : begin + rope_dim]
-    first, second = (rotated[:, :half], rotated[:, half:]) if is_neox_style else (rotated[:, 0::2], rotated[:, 1::2])
+    first, second = (rotated[:, :half], rotated[:, half:]) if args.is_neox_style else (rotated[:, 0::2], rotated[:, 1::2])
     a, b = first.clone(), second.clone()
     first.copy_(a * cos - b * sin)
     second.copy_(b * cos + a * sin)

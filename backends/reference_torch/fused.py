@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -49,8 +51,7 @@ def _stages(
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
     if rotary is not None:
-        positions = rotary.positions[chunk]
-        x = rope(x, positions, rotary.cos_sin_cache, rotary.rope_dim, rotary.is_neox_style, rotary.offset)
+        x = rope(x, replace(rotary, positions=rotary.positions[chunk]))
     if transform is not None:
         x = hadamard(x)
     return round_bf16(x)

@@ -99,8 +99,7 @@ class Model:
         return RopeArgs(positions, self.weights.cos_sin, self.config.rope_dim)
 
     def _rotate(self, rows: Tensor, positions: Tensor, heads: int) -> Tensor:
-        repeated = positions.repeat_interleave(heads)
-        return stages.rope(rows, repeated, self.weights.cos_sin, self.config.rope_dim, False, None)
+        return stages.rope(rows, self.rope_args(positions.repeat_interleave(heads)))
 
 
 def greedy(logits: Tensor) -> Tensor:

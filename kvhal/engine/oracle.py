@@ -86,9 +86,7 @@ def _compressed(model: Model, layer: int, h: Tensor, positions: Tensor, quantize
 
 def _rotated(model: Model, rows: Tensor, norm: Tensor, positions: Tensor) -> Tensor:
     """fp32 rows, normalised and rotated."""
-    config = model.config
-    rows = stages.rms_norm(rows, norm, config.norm_eps)
-    return stages.rope(rows, positions, model.weights.cos_sin, config.rope_dim, False, None)
+    return stages.rope(stages.rms_norm(rows, norm, model.config.norm_eps), model.rope_args(positions))
 
 
 def _stored(rows: Tensor, layout: KVCacheFormat | None) -> Tensor:

@@ -195,7 +195,7 @@ def test_fused_store_of_more_tokens_than_warps(layout: KVCacheFormat, n: int) ->
         cast_args=CastArgs.for_layout(layout, cast_back=True),
         out_args=KVCacheOutArgs(cache, slots, layout),
     )
-    rows = round_bf16(rope(rms_norm(widen(kv), weight, 1e-6), positions, table, 64, False, None))
+    rows = round_bf16(rope(rms_norm(widen(kv), weight, 1e-6), RopeArgs(positions, table, 64)))
     kvhal.store_kv_cache(rows, need, slots, layout=layout)
     assert same(cache, need)
     assert back is not None

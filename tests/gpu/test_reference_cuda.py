@@ -53,8 +53,8 @@ def test_stages(elements: int) -> None:
     positions = torch.randint(-3, 53, (4096,), generator=generator)
     assert same(rms_norm(x.cuda(), weight.cuda(), 1e-6), rms_norm(x, weight, 1e-6))
     for neox in (False, True):
-        on_gpu = rope(x.cuda(), positions.cuda(), table.cuda(), 64, neox, None)
-        assert same(on_gpu, rope(x, positions, table, 64, neox, None))
+        on_gpu = rope(x.cuda(), RopeArgs(positions.cuda(), table.cuda(), 64, neox))
+        assert same(on_gpu, rope(x, RopeArgs(positions, table, 64, neox)))
     if elements == 512:
         assert same(hadamard(x.cuda()), hadamard(x))
 

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvhal.formats import SUPPORTED_KV_CACHE_FORMATS, KVCacheFormat, QuantizedDtype, ScaleFormat
+from kvhal.interface import RopeArgs
 from kvhal.numerics import decode_e2m1, decode_e4m3, dequantize, encode_e2m1, encode_e4m3, quantize, round_bf16
 from kvhal.stages import hadamard, rms_norm, rope
 from tests.oracle import codec as oracle
@@ -218,7 +219,7 @@ def test_rope(
     start = 70 - rope_dim if offset is None else offset
     with np.errstate(all="ignore"):
         rows = [slow.rope(list(row), p, cache, rope_dim, neox, start) for row, p in zip(x, positions, strict=True)]
-    got = rope(torch.from_numpy(x), torch.tensor(positions), torch.from_numpy(cache), rope_dim, neox, offset)
+    got = rope(torch.from_numpy(x), RopeArgs(torch.tensor(positions), torch.from_numpy(cache), rope_dim, neox, offset))
     assert_same_fp32(got, np.array(rows, np.float32))
 
 

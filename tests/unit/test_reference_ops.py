@@ -268,7 +268,7 @@ def test_fused_store(layout: KVCacheFormat, stages: tuple[int, int, int], dtype:
     transform = HadamardArgs() if stages[2] else None
     x = widen(kv)
     x = rms_norm(x, norm.weight, norm.eps) if norm else x
-    x = rope(x, positions, rotary.cos_sin_cache, 16, False, elements - 16) if rotary else x
+    x = rope(x, rotary) if rotary else x
     rows = round_bf16(hadamard(x) if transform else x)
     cache, expected = Cache(layout, 2, 4), Cache(layout, 2, 4)
     bind(Op.STORE, layout)(rows, expected.tensor, torch.tensor(slots))
